@@ -1,0 +1,80 @@
+"""Preemption: how "save now and come back" travels from Slurm to the training loop.
+
+Slurm announces the end of a job by a signal: SIGUSR1 some minutes before the time limit (`--signal`), SIGTERM on
+preemption or `scancel`. Depending on the site's process tracking it reaches the task's process group or *every*
+process of the task, engines included. So each kind of process says what it does:
+
+launcher (`jetrl train` on each node)   `with relay() as env:` turns a signal into a file that its ranks look for, and
+                                        starts torchrun with `preexec_fn=ignore` and `--signals-to-handle SIGINT`
+                                        (torchrun's own SIGTERM handler would kill the ranks before they save).
+trainer rank                            `install()` at start, `stop_requested()` once a step. The answer differs
+                                        between ranks: reduce it (MAX) before acting on it. Then save, and exit with
+                                        `REQUEUE_EXIT_CODE`, which the launcher passes on.
+engine                                  started with `preexec_fn=ignore`, or `ignore()` first thing: it must
+                                        outlive the signal, or the last step is lost. End it with SIGKILL or by closing
+                                        its pipe.
+
+`slurm/task.sh` turns `REQUEUE_EXIT_CODE` into a re-queue of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+REQUEUE_EXIT_CODE = 85
+"""Exit code of a run that was asked to stop, saved, and wants to be started again. `slurm/task.sh` tests for it."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_FILE = "JETRL_STOP_FILE"
+
+_received: list[str] = []
+
+
+def install() -> None:
+    """Remember SIGTERM and SIGUSR1 instead of dying of them. Call from the main thread."""
+    for number in SIGNALS:
+        signal.signal(number, _remember)
+
+
+def _remember(number: int, _frame: object) -> None:
+    _received.append(signal.Signals(number).name)
+
+
+def stop_requested() -> str | None:
+    """Why this process should save and stop (`SIGTERM`, ...), or None. Cheap: once a step is nothing."""
+    if _received:
+        return _received[0]
+    path = os.environ.get(STOP_FILE)
+    if path and Path(path).exists():
+        return Path(path).read_text() or "stop file"
+    return None
+
+
+def ignore() -> None:
+    """Let SIGTERM and SIGUSR1 pass without effect; inherited by `exec`, so it works as a `preexec_fn`."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def relay() -> Iterator[dict[str, str]]:
+    """In the launcher: a signal during the block becomes a file. Yields what to add to the children's environment."""
+    with tempfile.TemporaryDirectory(prefix="jetrl-stop-") as folder:
+        path = Path(folder) / "stop"
+
+        def write(number: int, _frame: object) -> None:
+            part = path.with_suffix(".part")
+            part.write_text(signal.Signals(number).name)
+            part.rename(path)
+
+        before = {number: signal.signal(number, write) for number in SIGNALS}
+        try:
+            yield {STOP_FILE: str(path)}
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
