@@ -1,0 +1,51 @@
+"""A 64-bit digest of raw bytes, keyed by global position: the same for a tensor and for the sum of its shards.
+
+`digest = sum over bytes (value + 1) * key(row, byte offset in the row)  mod 2**64`, with
+`key = R[row] * (C[offset // 4] << 8 * (offset % 4))`, R and C odd 64-bit numbers from splitmix64 of the position. It is
+linear in each byte, hence additive over any disjoint shards, and a moved byte meets another key. `value + 1` lets
+zeros count, so a missing zero row shows. It finds accidents (swapped heads, rows, scales; flipped bytes) and is no
+cryptography.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from jetrl_kernels.digest import reference
+
+__all__ = ["combine", "digest", "digest_tensor"]
+
+_MASK = (1 << 64) - 1
+
+
+def digest(t: Tensor, *, row0: int = 0, col0: int = 0, global_cols: int | None = None) -> int:
+    """Digest of `t`'s bytes as an int in [0, 2**64). Waits for the device; see `digest_tensor`.
+
+    Args:
+        t: [rows, cols] of any dtype; 1-D is one row. A shard of a global tensor, any strides.
+        row0, col0: position of its first element in the global tensor (for 1-D: only `col0`).
+        global_cols: columns of the global tensor, to check that the shard lies within.
+
+    Raises:
+        ValueError: more than 2 dimensions, a negative offset, or columns outside of `global_cols`.
+    """
+    return int(digest_tensor(t, row0=row0, col0=col0, global_cols=global_cols).item()) & _MASK
+
+
+def digest_tensor(t: Tensor, *, row0: int = 0, col0: int = 0, global_cols: int | None = None) -> Tensor:
+    """As `digest`, but a 0-dim int64 (the same 64 bits) on `t`'s device, without waiting for it."""
+    t = t.detach()
+    if t.dim() <= 1:
+        t = t.reshape(1, -1)
+    if t.dim() != 2:
+        raise ValueError(f"digest takes one or two dimensions, not {tuple(t.shape)}")
+    if row0 < 0 or col0 < 0:
+        raise ValueError(f"digest offsets must not be negative: row0={row0}, col0={col0}")
+    if global_cols is not None and col0 + t.shape[1] > global_cols:
+        raise ValueError(f"columns {col0}..{col0 + t.shape[1]} lie outside of a tensor of {global_cols} columns")
+    return reference.digest_tensor(t, row0, col0)
+
+
+def combine(parts: list[int]) -> int:
+    """Digest of the whole from those of its disjoint shards."""
+    return sum(parts) & _MASK
