@@ -8,7 +8,8 @@ from jetrl_kernels.quant_act import dequant_act, dequant_act_cols, quant_act, qu
 from jetrl_kernels.quant_weight import dequant_weight, quant_weight
 
 
-def operands(tokens: int, out: int, inp: int, policy: str = "pow2"):
+def operands(shape: tuple[int, int, int], policy: str = "pow2"):
+    tokens, out, inp = shape
     generator = torch.Generator().manual_seed(tokens + out + inp)
     x = torch.randn(tokens, inp, generator=generator).bfloat16()
     w = torch.randn(out, inp, generator=generator).bfloat16()
@@ -18,7 +19,7 @@ def operands(tokens: int, out: int, inp: int, policy: str = "pow2"):
 @pytest.mark.parametrize("policy", ["pow2", "fp32"])
 @pytest.mark.parametrize("shape", [(5, 128, 128), (17, 192, 320), (3, 64, 64), (40, 256, 130)])
 def test_fprop_against_float64(shape, policy):
-    (codes, scale), q = operands(*shape, policy)
+    (codes, scale), q = operands(shape, policy)
     got = gemm_fprop(codes, scale, q.codes, q.scale, out_dtype=torch.float32)
     want = dequant_act(codes, scale, torch.float64) @ dequant_weight(q.codes, q.scale, torch.float64).t()
     assert float((got - want).norm() / want.norm()) < 2e-7
@@ -26,14 +27,14 @@ def test_fprop_against_float64(shape, policy):
 
 
 def test_one_block_is_exact():
-    (codes, scale), q = operands(9, 128, 128)
+    (codes, scale), q = operands((9, 128, 128))
     got = gemm_fprop(codes, scale, q.codes, q.scale, out_dtype=torch.float32)
     integers = (codes.double() * 512).long() @ (q.codes.double() * 512).long().t()  # exact in int64
     assert torch.equal(got, (integers.double() / 2**18).float() * (scale * q.scale))
 
 
 def test_blocks_are_summed_in_order_in_fp32():
-    (codes, scale), q = operands(4, 128, 1280)
+    (codes, scale), q = operands((4, 128, 1280))
     want = torch.zeros(4, 128)
     for k in range(10):
         span = slice(128 * k, 128 * k + 128)
@@ -48,7 +49,7 @@ def test_row_alone_equals_row_in_batch(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        (codes, scale), q = operands(257, 384, 640)
+        (codes, scale), q = operands((257, 384, 640))
         whole = gemm_fprop(codes, scale, q.codes, q.scale, out_dtype=torch.float32)
         for rows in (slice(0, 1), slice(100, 101), slice(3, 36), slice(256, 257)):
             part = gemm_fprop(codes[rows], scale[rows], q.codes, q.scale, out_dtype=torch.float32)
@@ -58,7 +59,7 @@ def test_row_alone_equals_row_in_batch(threads):
 
 
 def test_dgrad_uses_the_forward_bytes():
-    (dy_codes, dy_scale), _ = operands(20, 1, 320)
+    (dy_codes, dy_scale), _ = operands((20, 1, 320))
     q = quant_weight(torch.randn(320, 200), transposed=True)
     got = gemm_dgrad(dy_codes, dy_scale, q.codes, q.scale, out_dtype=torch.float32)
     want = dequant_act(dy_codes, dy_scale, torch.float64) @ dequant_weight(q.codes, q.scale, torch.float64)
@@ -90,7 +91,7 @@ def test_nonfinite_input_poisons_its_row():
 
 
 def test_errors_name_what_is_wrong():
-    (codes, scale), q = operands(4, 128, 256)
+    (codes, scale), q = operands((4, 128, 256))
     with pytest.raises(ValueError, match="in features of x and w differ: 128 and 256"):
         gemm_fprop(codes[:, :128], scale[:, :1], q.codes, q.scale)
     with pytest.raises(ValueError, match=r"x codes \(4, 256\) need a scale of shape \(4, 2\)"):
