@@ -1,0 +1,149 @@
+"""The trainer's model and optimizer on this rank: FP32 masters, BF16 weights, FP8 bytes made once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from jetrl_conversion.model_spec import ModelSpec
+from jetrl_megatron.batch import PackedBatch
+from jetrl_megatron.config import Config
+from jetrl_megatron.megatron import forward
+from jetrl_megatron.megatron.model import build_model, fp8_layers, unwrap
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, gradient or weight is NaN or Inf. `names` lists what; the optimizer step was not applied."""
+
+    def __init__(self, what: str, names: Sequence[str]):
+        self.names = list(names)
+        shown = ", ".join(self.names[:8]) + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else "")
+        super().__init__(f"NaN or Inf in {what}: {shown}; the step was not applied")
+
+
+class Trainer:
+    """Megatron model, optimizer and FP8 weights of one rank. `version` counts optimizer steps."""
+
+    def __init__(self, config: Config, spec: ModelSpec, device: torch.device):
+        self.config, self.spec, self.device = config, spec, device
+        self.version = 0
+        self._master_cast_pending = False
+        core = build_model(spec, config)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+        )
+        self.model = DistributedDataParallel(core.config, ddp, core)
+        core.config.finalize_model_grads_func = finalize_model_grads
+        core.config.grad_scale_func = None
+        self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.model])
+
+    @property
+    def core(self):
+        """The GPTModel without its wrappers."""
+        return unwrap(self.model)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's parameters by Megatron name (layer numbers local to the pipeline stage)."""
+        return dict(self.core.named_parameters())
+
+    def weights_loaded(self) -> None:
+        """Call after writing into the BF16 parameters: masters follow them, FP8 bytes follow both."""
+        self.optimizer.reload_model_params()
+        self.quantize()
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Make the FP8 bytes of this step: once, and used by every forward and by the refit until the next step.
+
+        Raises:
+            NonFiniteError: naming each weight that holds NaN or Inf, on every rank alike.
+        """
+        self._raise_together("weights", [n for n, p in self.parameters().items() if not torch.isfinite(p).all()])
+        for layer in fp8_layers(self.model).values():
+            layer.quantize()
+
+    def step(self, batches: Sequence[PackedBatch], loss: forward.LossFunction) -> tuple[list[dict], float]:
+        """Forward, backward and optimizer step over this rank's micro-batches.
+
+        Returns:
+            Stats of each micro-batch (last pipeline stage only) and the global gradient norm before clipping.
+
+        Raises:
+            NonFiniteError: loss or gradients are not finite; weights and optimizer state are as before.
+        """
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        lost: list[str] = []
+
+        def checked(batch: PackedBatch, logp: Tensor, entropy: Tensor):
+            value, stats = loss(batch, logp, entropy)
+            if not torch.isfinite(value):
+                lost.append(f"loss of micro-batch with {int(batch.mask.sum())} tokens")
+            return value, stats
+
+        stats = self._run(batches, checked)
+        bad = [n for n, p in self.parameters().items() if not torch.isfinite(p.main_grad).all()]
+        self._raise_together("loss or gradients", lost + bad)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        applied, grad_norm, _ = self.optimizer.step()
+        if not applied:
+            raise NonFiniteError("gradients", ["(found by the optimizer)"])
+        self.version += 1
+        self.quantize()
+        return stats, float(grad_norm)
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Log-probs `[T]` of every micro-batch's targets at the current weights (last pipeline stage only)."""
+        return forward.logprobs(
+            self.model, batches, temperature=self.config.rollout.temperature, vocab_size=self.spec.vocab_size
+        )
+
+    def learning_rate(self) -> float:
+        """Linear warm-up over `optimizer.warmup_steps`, then constant."""
+        o = self.config.optimizer
+        return o.lr * min(1.0, (self.version + 1) / max(1, o.warmup_steps))
+
+    def _run(self, batches, loss):
+        return forward.run(
+            self.model,
+            batches,
+            loss,
+            temperature=self.config.rollout.temperature,
+            vocab_size=self.spec.vocab_size,
+        )
+
+    @staticmethod
+    def _raise_together(what: str, names: list[str]) -> None:
+        """Raise on all ranks if any rank has a name, so that nobody waits for one who stopped."""
+        flag = torch.tensor([len(names)], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+        dist.all_reduce(flag)
+        if not flag.item():
+            return
+        everyone: list[list[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, names)
+        raise NonFiniteError(what, sorted({name for part in everyone for name in part or []}))
+
+
+def _optimizer_config(config: Config) -> OptimizerConfig:
+    o = config.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.beta1,
+        adam_beta2=o.beta2,
+        adam_eps=o.eps,
+        clip_grad=o.clip_grad,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+
+
