@@ -1,0 +1,90 @@
+"""One chunk of tokens: logits, their softmax statistics, their gradient. Plain torch, any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a call fixes: local vocabulary rows, 1 / temperature, process group, logits dtype, chunk bound."""
+
+    vocab_start: int
+    rows: int
+    inverse_temperature: float
+    group: Any
+    logits_dtype: torch.dtype
+    chunk_logits: int
+
+    def spans(self, tokens: int) -> Iterator[slice]:
+        """Slices of tokens whose logits stay under the bound."""
+        step = max(1, self.chunk_logits // max(self.rows, 1))
+        for start in range(0, tokens, step):
+            yield slice(start, min(start + step, tokens))
+
+
+def logits(hidden: Tensor, head: Tensor, spec: Spec) -> Tensor:
+    """hidden head^T as `spec.logits_dtype` [t, V]."""
+    if spec.logits_dtype == hidden.dtype:
+        return linear(hidden, head)
+    if spec.logits_dtype == torch.bfloat16:
+        return linear(hidden, head).to(torch.bfloat16)
+    if hidden.is_cuda:
+        return torch.mm(hidden, head.t(), out_dtype=torch.float32)
+    return linear(hidden.float(), head.float())
+
+
+def local_targets(targets: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Row of each target in the local head (clamped), and whether it is there."""
+    local = targets - spec.vocab_start
+    here = (local >= 0) & (local < spec.rows)
+    return local.clamp(0, max(spec.rows - 1, 0)), here
+
+
+def statistics(hidden: Tensor, head: Tensor, targets: Tensor, spec: Spec) -> Tensor:
+    """FP32 [4, t]: max, sum of exp(z - max), sum of exp(z - max) * z, z of the target, for z = logits / temperature."""
+    if spec.rows == 0:
+        out = torch.zeros(4, hidden.shape[0], device=hidden.device)
+        out[0] = -torch.inf
+        return out
+    z = logits(hidden, head, spec).float() * spec.inverse_temperature
+    peak = z.amax(-1)
+    local, here = local_targets(targets, spec)
+    chosen = torch.where(here, z.gather(-1, local[:, None]).squeeze(-1), 0.0)
+    weight = torch.exp(z - peak[:, None])
+    return torch.stack([peak, weight.sum(-1), (weight * z).sum(-1), chosen])
+
+
+def grad_logits(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    spec: Spec,
+) -> Tensor:
+    """d logits [t, V] in `hidden.dtype`.
+
+    d logp / dz = onehot - p and d entropy / dz = -p (z - lse + entropy), with p = exp(z - lse); times 1 / temperature.
+    """
+    lse, entropy = (s[:, None] for s in saved)
+    d_logp, d_entropy = (g[:, None] for g in grads)
+    log_p = logits(hidden, head, spec).float() * spec.inverse_temperature - lse
+    d = -torch.exp(log_p) * (d_logp + d_entropy * (log_p + entropy))
+    local, here = local_targets(targets, spec)
+    d.scatter_add_(1, local[:, None], torch.where(here[:, None], d_logp, 0.0))
+    return d.mul_(spec.inverse_temperature).to(hidden.dtype)
+
+
+def add_outer(into: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """into FP32 [V, H] += d_logits^T hidden, products of `hidden.dtype`, sum in FP32."""
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        into.copy_(torch.addmm(into, d_logits.t(), hidden, out_dtype=torch.float32))
+    else:
+        into.addmm_(d_logits.float().t(), hidden.float())
