@@ -5,6 +5,8 @@ Letters: T packed tokens, S sequences, L one sequence's tokens, N query heads, G
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ class _Attention(torch.autograd.Function):
         grad = grads[0].view(q.shape)
         out = tuple(torch.empty_like(x) for x in (q, k, v))
         bounds = cu_seqlens.tolist()
-        for start, end in zip(bounds[:-1], bounds[1:]):
+        for start, end in itertools.pairwise(bounds):
             part = _backward(*(x[start:end] for x in (grad, q, k, v)), scale=ctx.scale)
             for whole, piece in zip(out, part):
                 whole[start:end] = piece

@@ -48,10 +48,18 @@ def load() -> str:
     missing = [op for op in OPS if not hasattr(torch.ops._C, op)]
     if missing:
         raise EngineOpsError(f"{path} lacks {', '.join(missing)}: another version of vLLM than 0.26.0?")
-    # Without it the AMX tiles are not enabled for this process, and the kernel dies with SIGILL.
+    enable_amx()
+    return name
+
+
+def enable_amx() -> None:
+    """Ask the kernel for AMX tiles. vLLM's attention takes for granted that some library has, or dies with SIGILL.
+
+    Raises:
+        EngineOpsError: the CPU has AMX, but the system does not let the process use it.
+    """
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         raise EngineOpsError("this CPU has AMX, but the system does not let the process use it")
-    return name
 
 
 def attention_isa(head_dim: int) -> str:

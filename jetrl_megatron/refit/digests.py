@@ -1,0 +1,96 @@
+"""Digests of live parameters by Hugging Face name, the same number from any layout.
+
+Both sides call this on the memory that their next forward pass reads: the trainer with its Megatron layout, the engine
+with its vLLM layout. Digests of the shards of one tensor add up modulo 2**64, so ranks report and `merge_digests` sums.
+A replica (a norm on every tensor-parallel rank, the second copy of a tied embedding) is digested as a copy of its own
+and must equal the first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from jetrl_conversion.layout import Layout, pieces
+from jetrl_conversion.model_spec import ModelSpec
+from jetrl_kernels.digest import combine, digest_tensor
+from jetrl_kernels.formats import BLOCK
+from jetrl_megatron.refit.message import SCALE_SUFFIX
+
+
+def rank_digests(
+    spec: ModelSpec, layout: Layout, rank: int, parameters: Mapping[str, Tensor] | Callable[[str], Tensor | None]
+) -> dict[str, int]:
+    """Digests of what one rank holds.
+
+    Args:
+        parameters: local name -> live tensor, and `name + "_scale_inv"` -> its scales where `name` is FP8; a mapping,
+            or a function that returns None for what is not there.
+
+    Returns:
+        Hugging Face name -> digest of this rank's part; an FP8 tensor has a second entry, `name + "_scale_inv"`.
+        Parts that lower ranks hold as well are under `name#1`, `name#2`, ...: the second, third, ... copy.
+
+    Raises:
+        KeyError: a parameter is missing. ValueError: an FP8 piece does not start on the tile grid.
+    """
+    get = parameters if callable(parameters) else parameters.get
+    shapes, copies = spec.tensors(), _copies(spec, layout, rank)
+    parts: dict[str, list[Tensor]] = {}
+    for piece, copy in zip(pieces(spec, layout, rank), copies):
+        tensor = get(piece.local_name)
+        if tensor is None:
+            raise KeyError(f"{piece.local_name}: no such parameter on rank {rank} of {layout}")
+        suffix = f"#{copy}" if copy else ""
+        place = (piece.local_start, piece.size, piece.hf_start, shapes[piece.hf_name].shape)
+        parts.setdefault(piece.hf_name + suffix, []).append(_digest(tensor, *place))
+        scales = get(piece.local_name + SCALE_SUFFIX)
+        if scales is not None:
+            if any(start % BLOCK for start in (*piece.local_start, *piece.hf_start)):
+                raise ValueError(f"{piece.hf_name}: {piece} does not start on the {BLOCK}x{BLOCK} grid")
+            tiles = (tuple(-(-n // BLOCK) for n in pair) for pair in place)
+            parts.setdefault(piece.hf_name + SCALE_SUFFIX + suffix, []).append(_digest(scales, *tiles))
+    return {name: combine([int(part.item()) for part in found]) for name, found in parts.items()}
+
+
+def _digest(tensor: Tensor, at: tuple[int, ...], size: tuple[int, ...], hf: tuple[int, ...], shape: tuple[int, ...]):
+    """Digest of the `size` block at `at` of a local tensor, keyed by its place `hf` in the global tensor of `shape`."""
+    if tensor.dim() == 3:  # vLLM stacks experts; pieces count in the 2-D view
+        tensor = tensor.flatten(0, 1)
+    if tensor.dim() == 1:  # one row to the digest, a column of n x 1 to the layout
+        return digest_tensor(tensor[at[0] : at[0] + size[0]], col0=hf[0], global_cols=shape[0])
+    block = tensor[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
+    return digest_tensor(block, row0=hf[0], col0=hf[1], global_cols=shape[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _copies(spec: ModelSpec, layout: Layout, rank: int) -> tuple[int, ...]:
+    """For each of the rank's pieces: how many pieces of lower ranks (or before it) cover the same block."""
+    seen: dict[tuple[str, tuple[int, int]], int] = {}
+    for other in range(rank):
+        for piece in pieces(spec, layout, other):
+            key = (piece.hf_name, piece.hf_start)
+            seen[key] = seen.get(key, 0) + 1
+    found = []
+    for piece in pieces(spec, layout, rank):
+        key = (piece.hf_name, piece.hf_start)
+        found.append(seen.get(key, 0))
+        seen[key] = found[-1] + 1
+    return tuple(found)
+
+
+def merge_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Digests of the whole model from those of all ranks. A copy that differs from the first keeps its own entry."""
+    found: dict[str, list[int]] = {}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, []).append(value)
+    sums = {name: combine(values) for name, values in found.items()}
+    return {name: value for name, value in sums.items() if "#" not in name or value != sums[name.partition("#")[0]]}
+
+
+def differing(ours: Mapping[str, int], theirs: Mapping[str, int]) -> list[str]:
+    """Names whose digests differ or that only one side has, sorted."""
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))

@@ -1,0 +1,172 @@
+"""The engine inside its process: builds vLLM, loads versions of the weights, samples."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm import __version__ as vllm_version
+from vllm.inputs import TokensPrompt
+
+from jetrl_kernels.digest import digest
+from jetrl_megatron.engine_ops.library import ATTENTION_BLOCK
+from jetrl_megatron.refit.digests import merge_digests
+from jetrl_megatron.refit.message import RefitRefused
+from jetrl_megatron.rollout.plugin import NAME
+from jetrl_megatron.rollout.quantization import quantization_dict
+from jetrl_megatron.rollout.types import Completion, EngineFacts, EngineSettings, GenerationRefused, Sampling
+
+NUMERICS = ("VLLM_", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUBLAS", "NVIDIA_TF32", "DG_", "MKL_", "ONEDNN_")
+"""Variables (or prefixes of them) that can change an engine's results."""
+
+NOT_NUMERICS = (
+    "VLLM_DIST_IDENT",
+    "VLLM_OBJECT_STORAGE",
+    "VLLM_PLUGINS",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_WORKER_MULTIPROC",
+)
+
+
+class Engine:
+    """vLLM with our layers and weight transfer. Holds no weights before the first `refit`."""
+
+    def __init__(self, settings: EngineSettings):
+        self.settings = settings
+        self.llm = LLM(
+            model=settings.model_dir,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            quantization=NAME,
+            hf_overrides={"quantization_config": quantization_dict(settings.modules, settings.scales)},
+            load_format="dummy",
+            # A folder's generation_config.json must not change sampling.
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config={"backend": NAME},
+            worker_extension_cls=settings.worker_extension,
+            tensor_parallel_size=settings.tp,
+            distributed_executor_backend="uni" if settings.tp == 1 else "mp",
+            max_model_len=settings.max_length,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+            block_size=ATTENTION_BLOCK if settings.cpu else None,
+            kv_cache_memory_bytes=settings.kv_bytes if settings.cpu else None,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            enforce_eager=settings.cpu or settings.enforce_eager,
+            compilation_config={"custom_ops": ["all"]},
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            seed=0,
+        )
+        self.llm.init_weight_transfer_engine({"init_info": {"scales": settings.scales}})
+        self.version: int | None = None
+
+    def facts(self) -> EngineFacts:
+        worker = self.llm.collective_rpc("jetrl_facts")[0]
+        rope = worker.get("rope")
+        return EngineFacts(
+            vllm=vllm_version,
+            attention_isa=worker.get("attention_isa"),
+            attention_block=self.llm.llm_engine.vllm_config.cache_config.block_size,
+            rope_digest=None if rope is None else digest(rope),
+            sampling_defaults={k: v for k, v in self.llm.get_default_sampling_params().to_dict().items() if v}
+            if hasattr(SamplingParams, "to_dict")
+            else {},
+            numerics={
+                k: v for k, v in sorted(os.environ.items()) if k.startswith(NUMERICS) and not k.startswith(NOT_NUMERICS)
+            },
+        )
+
+    def refit(self, message: dict[str, Any]) -> dict[str, int]:
+        """Load one chunk of a version; after the last one, drop cached keys and values and digest the live parameters.
+
+        Args:
+            message: `RefitMessage.to_dict()`.
+
+        Returns:
+            Digests by Hugging Face name after the last chunk, an empty dict before.
+
+        Raises:
+            RefitRefused: nothing was changed.
+        """
+        problems = [p for worker in self.llm.collective_rpc("jetrl_check", args=(message,)) for p in worker]
+        if problems:
+            raise RefitRefused(dict.fromkeys(problems))
+        first, last = message["chunk"] == 0, message["chunk"] + 1 == message["chunks"]
+        self.version = None
+        if first:
+            self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"message": message}})
+        if not last:
+            return {}
+        self.llm.finish_weight_update()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: requests are still running")
+        self.version = message["version"]
+        return merge_digests(self.llm.collective_rpc("jetrl_digests"))
+
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
+        """One answer to each prompt, in order. The answer depends on prompt, seed, sampling and weights alone.
+
+        Raises:
+            GenerationRefused: no weights yet, sampling that training cannot use, or prompts that do not fit.
+        """
+        problems = sampling.problems()
+        if self.version is None:
+            problems.append("the engine holds no complete version of the weights; refit first")
+        if len(prompts) != len(seeds):
+            problems.append(f"{len(prompts)} prompts, but {len(seeds)} seeds")
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= self.settings.max_length - sampling.max_tokens:
+                problems.append(
+                    f"prompt {i}: {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit max_length "
+                    f"{self.settings.max_length}"
+                )
+        if problems:
+            raise GenerationRefused(problems)
+        assert self.version is not None
+        requests = [_parameters(sampling, seed) for seed in seeds]
+        if requests:
+            print(
+                f"[jetrl] version {self.version}: {len(requests)} requests, {requests[0]}", file=sys.stderr, flush=True
+            )
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], requests, use_tqdm=False
+        )
+        return [_completion(prompt, output, self.version) for prompt, output in zip(prompts, outputs)]
+
+
+def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        min_tokens=0,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed,
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+def _completion(prompt: list[int], output: Any, version: int) -> Completion:
+    answer = output.outputs[0]
+    ids = list(answer.token_ids)
+    if answer.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"a request ended by {answer.finish_reason!r}")
+    return Completion(
+        prompt_ids=prompt,
+        token_ids=ids,
+        logprobs=[step[token].logprob for step, token in zip(answer.logprobs, ids)],
+        finish_reason=answer.finish_reason,
+        version=version,
+        cached_tokens=output.num_cached_tokens or 0,
+    )

@@ -1,0 +1,82 @@
+"""Main loop of an engine process: one request at a time over the connection that the client handed down.
+
+Started by `client.RolloutEngine` as `python -m jetrl_megatron.rollout.server FD PARENT`. The connection is one end of
+a socket pair that nobody else can open, so both ends trust what they unpickle.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+
+def watch_parent(parent: int) -> None:
+    """End this process soon after the one that started it, however that one ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        print(f"[jetrl] parent {parent} is gone, so the engine ends", file=sys.stderr, flush=True)
+        os._exit(3)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def serve(connection: Connection) -> None:
+    """Build the engine from the settings that come first, then answer `(method, arguments)` until `close` or EOF.
+
+    Answers are `("ok", result)` or `("error", exception, traceback)`; an exception that cannot be sent as itself goes
+    as an EngineError with its text.
+    """
+    settings = connection.recv()
+    engine = None
+    try:
+        from jetrl_megatron.rollout.engine import Engine
+
+        engine = Engine(settings)
+        connection.send(("ok", engine.facts()))
+    except BaseException as error:
+        connection.send(_failure(error))
+        raise
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        if method == "close":
+            connection.send(("ok", None))
+            return
+        try:
+            reply = ("ok", getattr(engine, method)(*arguments))
+        except Exception as error:
+            traceback.print_exc()
+            reply = _failure(error)
+        connection.send(reply)
+
+
+def _failure(error: BaseException) -> tuple[str, Exception, str]:
+    from jetrl_megatron.refit.message import RefitRefused
+    from jetrl_megatron.rollout.types import EngineError, GenerationRefused
+
+    known = isinstance(error, (RefitRefused, GenerationRefused))
+    sent = error if known else EngineError(f"{type(error).__name__}: {error}")
+    return "error", sent, "".join(traceback.format_exception(error))
+
+
+def main() -> None:
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(fd, False)
+    watch_parent(parent)
+    serve(Connection(fd))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # vLLM's and torch's exit handlers can hang for seconds; nothing here needs them.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""How weights enter the engine: vLLM's weight-transfer backend `jetrl`, and the worker methods around it.
+
+vLLM drives start, update (once for each chunk) and finish on every worker. All checks come before the first byte of
+the model changes; then each parameter is overwritten in place, so its storage never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from jetrl_conversion.layout import Layout
+from jetrl_conversion.model_spec import load_model_spec
+from jetrl_megatron.refit.digests import rank_digests
+from jetrl_megatron.refit.message import DTYPES, RefitMessage, RefitRefused, check_slots, check_version
+from jetrl_megatron.refit.shm import Segment
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass
+class SegmentInit(WeightTransferInitInfo):
+    """What never changes between versions."""
+
+    scales: str
+    """Scale policy of the engine's FP8 layers; `none` if it has none."""
+
+
+@dataclass
+class SegmentUpdate(WeightTransferUpdateInfo):
+    message: dict[str, Any]
+    """A `RefitMessage` as a dict."""
+
+
+class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdate]):
+    """Copies this worker's shared-memory segment into its live parameters.
+
+    `version` is the version of the weights in memory: None before the first refit, and while (or after) a version
+    of several chunks is only partly loaded.
+    """
+
+    init_info_cls = SegmentInit
+    update_info_cls = SegmentUpdate
+
+    def __init__(self, config, vllm_config, device, model: nn.Module):
+        super().__init__(config, vllm_config, device, model)
+        self.scales = "none"
+        self.version: int | None = None
+        self._last_version: int | None = None
+        self._pending: RefitMessage | None = None
+        self._segment: Segment | None = None
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Live parameters by vLLM name; a tied head is not listed again."""
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def init_transfer_engine(self, init_info: SegmentInit) -> None:
+        self.scales = init_info.scales
+
+    def start_weight_update(self) -> None:
+        self._pending = None
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: SegmentUpdate) -> None:
+        """Check one chunk, then copy it.
+
+        Raises:
+            RefitRefused: listing everything wrong with the message; the model's memory is unchanged.
+        """
+        message, sources = self.check(update_info.message)
+        # From here on the old version is gone; the new one is whole when the last chunk has been copied.
+        self._pending, self.version = message, None
+        live = self.parameters
+        for name, source in sources:
+            live[name].copy_(source)
+
+    def check(self, values: dict[str, Any]) -> tuple[RefitMessage, list[tuple[str, Tensor]]]:
+        """The message, and name and bytes of every parameter of its chunk. Changes nothing; raises as above."""
+        try:
+            message = RefitMessage.from_dict(values)
+        except (KeyError, TypeError) as error:
+            raise RefitRefused([f"not a refit message: {error}"]) from error
+        rank, ranks, live = self.parallel_config.rank, self.parallel_config.world_size, self.parameters
+        problems = check_version(message, self._last_version, self.scales, ranks)
+        if rank < min(len(message.slots), len(message.segments)):
+            expected = {name: (_DTYPE_NAMES[p.dtype], tuple(p.shape)) for name, p in live.items()}
+            problems += check_slots(message.slots[rank], expected, message.chunks)
+        if self._pending is not None and not message.same_version(self._pending):
+            problems.append("another version, or other slots, than the chunk before")
+        wanted = 0 if self._pending is None else self._pending.chunk + 1
+        if message.chunk != wanted:
+            problems.append(f"chunk {message.chunk} came where {wanted} of {message.chunks} was due")
+        if problems:
+            raise RefitRefused(problems)
+        try:
+            if self._segment is None or str(self._segment.path) != message.segments[rank]:
+                self._segment = Segment.attach(message.segments[rank])
+            slots = [slot for slot in message.slots[rank] if slot.chunk == message.chunk]
+            return message, [(slot.name, self._segment.view(slot)) for slot in slots]
+        except OSError as error:
+            raise RefitRefused([str(error)]) from error
+
+    def finish_weight_update(self) -> None:
+        """Raises RefitRefused if chunks are missing: the engine then has no version until a whole one has come."""
+        message, self._pending = self._pending, None
+        if message is None or message.chunk + 1 != message.chunks:
+            got = 0 if message is None else message.chunk + 1
+            raise RefitRefused([f"finished after {got} of {message.chunks if message else '?'} chunks"])
+        self.version = self._last_version = message.version
+
+    def shutdown(self) -> None:
+        self._segment = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        raise NotImplementedError("trainer ranks write segments themselves: see jetrl_megatron.refit")
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`), called through `collective_rpc`."""
+
+    weight_transfer_engine: SegmentWeightTransferEngine
+    vllm_config: Any
+
+    def jetrl_version(self) -> int | None:
+        return self.weight_transfer_engine.version
+
+    def jetrl_check(self, message: dict[str, Any]) -> list[str]:
+        """What is wrong with a message; asked of every worker before any worker loads it."""
+        try:
+            self.weight_transfer_engine.check(message)
+        except RefitRefused as refused:
+            return refused.problems
+        return []
+
+    def jetrl_digests(self) -> dict[str, int]:
+        """This worker's part of the digests of its live parameters (`rank_digests`)."""
+        engine = self.weight_transfer_engine
+        spec = load_model_spec(self.vllm_config.model_config.model)
+        layout = Layout("vllm", tp=engine.parallel_config.tensor_parallel_size)
+        return rank_digests(spec, layout, engine.parallel_config.rank, engine.parameters)
+
+    def jetrl_facts(self) -> dict[str, Any]:
+        """What a trainer must share with this worker for equal log-probs."""
+        facts: dict[str, Any] = {"threads": torch.get_num_threads()}
+        for module in self.weight_transfer_engine.model.modules():
+            if hasattr(module, "cos_sin_cache"):
+                facts["rope"] = module.cos_sin_cache
+            isa = getattr(getattr(module, "impl", None), "isa", None)
+            if isa is not None:
+                facts["attention_isa"] = isa
+        return facts
