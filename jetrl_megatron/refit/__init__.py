@@ -1,1 +1,1 @@
-"""Carrying the trainer's bytes into the engine: what a message holds, where the bytes lie, how both sides digest them."""
+"""Carrying the trainer's bytes into the engine: the message, where its bytes lie, how both sides digest them."""

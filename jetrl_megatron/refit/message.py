@@ -7,6 +7,7 @@ so the engine can refuse a version that is incomplete or wrong before the first 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -160,7 +161,7 @@ def check_slots(
         elif not 0 <= slot.chunk < chunks:
             problems.append(f"{name}: in chunk {slot.chunk} of {chunks}")
     by_chunk = sorted((s.chunk, s.offset, s.nbytes, s.name) for s in slots if s.dtype in DTYPES)
-    for (chunk, start, size, name), (next_chunk, next_start, _, next_name) in zip(by_chunk, by_chunk[1:]):
+    for (chunk, start, size, name), (next_chunk, next_start, _, next_name) in itertools.pairwise(by_chunk):
         if chunk == next_chunk and next_start < start + size:
             problems.append(f"{next_name}: its bytes overlap those of {name}")
     return problems

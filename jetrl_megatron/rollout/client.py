@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -137,13 +138,15 @@ class RolloutEngine:
         Raises:
             EngineError: it could not be built. EngineDied: it ended, or was not up in `rollout.start_timeout_s`.
         """
-        if self.facts is None:
+        facts = self.facts
+        if facts is None:
             try:
-                self.facts = self._receive(self.config.rollout.start_timeout_s, "starting")
+                facts = self._receive(self.config.rollout.start_timeout_s, "starting")
             except EngineError:
                 self._kill()
                 raise
-        return self.facts
+            self.facts = facts
+        return facts
 
     def refit(self, message: RefitMessage) -> dict[str, int]:
         """Load one chunk of a version of the weights.
@@ -162,8 +165,9 @@ class RolloutEngine:
         return digests
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
-        """One answer to each prompt, in order; repeat a prompt for a group. Equal arguments give equal answers, whatever
-        else is in the batch.
+        """One answer to each prompt, in order; repeat a prompt for a group.
+
+        An answer depends on its prompt and seed, on sampling and on the weights, not on the rest of the batch.
 
         Raises:
             GenerationRefused: before the first refit, or a request that does not fit.
@@ -253,10 +257,8 @@ class RolloutEngine:
     def _kill(self) -> None:
         """End the process and everything it started: they share a session of their own."""
         if self._process is not None:
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
             self._process.wait()
         if self._connection is not None:
             self._connection.close()

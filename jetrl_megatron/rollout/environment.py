@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 FOREIGN = re.compile(
     r"TORCHELASTIC_.*|TORCH_NCCL_.*|PET_.*|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME"
 )
-"""Rendezvous variables of the trainer's torchrun: an engine that sees them tries to join the trainer's world and hangs."""
+"""Rendezvous variables of the trainer's torchrun: an engine that sees them tries to join that world and hangs."""
 
 
 def engine_environment(
