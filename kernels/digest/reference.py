@@ -47,6 +47,7 @@ def digest_tensor(t: Tensor, row0: int, col0: int) -> Tensor:
     column_keys = byte_keys(col0 * t.element_size(), t.shape[1] * t.element_size(), t.device)
     rows_at_once = max(1, (1 << 22) // column_keys.numel())  # bounds the int64 copy to 32 MiB
     for start in range(0, t.shape[0], rows_at_once):
-        values = t[start : start + rows_at_once].contiguous().view(torch.uint8).long() + 1
+        piece = t[start : start + rows_at_once].clone(memory_format=torch.contiguous_format)
+        values = piece.view(torch.uint8).long() + 1
         total += ((values * column_keys).sum(1) * row_keys[start : start + rows_at_once]).sum()
     return total

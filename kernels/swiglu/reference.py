@@ -19,5 +19,6 @@ def silu_mul_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, -1)
     grad = dy.float()
     s = torch.sigmoid(gate)
-    d_gate = grad * up * s * (1.0 + gate * (1.0 - s))
-    return torch.cat([d_gate, grad * gate * s], -1).to(torch.bfloat16)
+    shared = grad * s
+    d_gate = shared * (up * (1.0 + gate * (1.0 - s)))
+    return torch.cat([d_gate, shared * gate], -1).to(torch.bfloat16)

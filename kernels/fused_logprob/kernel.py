@@ -1,0 +1,106 @@
+"""Softmax statistics and the gradient of a chunk of logits in Triton: one read, and one write in place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDTH, WARPS = 4096, 8
+
+
+@triton.jit
+def _statistics_kernel(
+    z_ptr, target_ptr, out_ptr, vocab, stride, tokens, vocab_start, inverse_temperature, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.full((WIDTH,), float("-inf"), tl.float32)
+    total = tl.zeros((WIDTH,), tl.float32)
+    moment = tl.zeros((WIDTH,), tl.float32)
+    for start in range(0, vocab, WIDTH):
+        c = start + tl.arange(0, WIDTH)
+        z = tl.load(z_ptr + row * stride + c, mask=c < vocab, other=float("-inf")).to(tl.float32) * inverse_temperature
+        higher = tl.maximum(peak, z)
+        # A lane that has seen nothing keeps -inf: its rescale and weight are 0, not exp(-inf + inf).
+        rescale = tl.where(peak == higher, 1.0, tl.exp(peak - higher))
+        weight = tl.where(z == float("-inf"), 0.0, tl.exp(z - higher))
+        total = total * rescale + weight
+        moment = moment * rescale + tl.where(weight > 0, weight * z, 0.0)
+        peak = higher
+    top = tl.max(peak, axis=0)
+    rescale = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - top))
+    local = tl.load(target_ptr + row) - vocab_start
+    here = (local >= 0) & (local < vocab)
+    chosen = tl.load(z_ptr + row * stride + tl.where(here, local, 0)).to(tl.float32) * inverse_temperature
+    tl.store(out_ptr + row, top)
+    tl.store(out_ptr + tokens + row, tl.sum(total * rescale, axis=0))
+    tl.store(out_ptr + 2 * tokens + row, tl.sum(moment * rescale, axis=0))
+    tl.store(out_ptr + 3 * tokens + row, tl.where(here, chosen, 0.0))
+
+
+@triton.jit
+def _gradient_kernel(
+    z_ptr,
+    out_ptr,
+    target_ptr,
+    lse_ptr,
+    entropy_ptr,
+    d_logp_ptr,
+    d_entropy_ptr,
+    vocab,
+    stride,
+    vocab_start,
+    inverse_temperature,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    z = tl.load(z_ptr + row * stride + c, mask=c < vocab, other=0.0).to(tl.float32)
+    log_p = z * inverse_temperature - tl.load(lse_ptr + row)
+    d_logp = tl.load(d_logp_ptr + row)
+    d = -tl.exp(log_p) * (d_logp + tl.load(d_entropy_ptr + row) * (log_p + tl.load(entropy_ptr + row)))
+    d += tl.where(c == tl.load(target_ptr + row) - vocab_start, d_logp, 0.0)
+    d *= inverse_temperature
+    tl.store(out_ptr + row * stride + c, d.to(out_ptr.dtype.element_ty), mask=c < vocab)
+
+
+def statistics(z: Tensor, targets: Tensor, vocab_start: int, inverse_temperature: float) -> Tensor:
+    """FP32 [4, t] as `chunk.statistics`, from logits `z` [t, V]."""
+    tokens, vocab = z.shape
+    out = torch.empty((4, tokens), dtype=torch.float32, device=z.device)
+    _statistics_kernel[(tokens,)](
+        z, targets, out, vocab, z.stride(0), tokens, vocab_start, inverse_temperature, WIDTH, num_warps=WARPS
+    )
+    return out
+
+
+def gradient(
+    z: Tensor,
+    targets: Tensor,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    vocab_start: int,
+    inverse_temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """d logits [t, V] of `dtype` as `chunk.grad_logits`; overwrites `z` if it has that dtype."""
+    tokens, vocab = z.shape
+    out = z if z.dtype == dtype else torch.empty_like(z, dtype=dtype)
+    lse, entropy, d_logp, d_entropy = (t.contiguous() for t in (*saved, *grads))
+    _gradient_kernel[(tokens, triton.cdiv(vocab, WIDTH))](
+        z,
+        out,
+        targets,
+        lse,
+        entropy,
+        d_logp,
+        d_entropy,
+        vocab,
+        z.stride(0),
+        vocab_start,
+        inverse_temperature,
+        WIDTH,
+        num_warps=WARPS,
+    )
+    return out

@@ -1,0 +1,165 @@
+"""SwiGLU and its backward in Triton, ending in BF16 or straight in FP8 (what the BF16 result would quantize to)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl_kernels.formats import BLOCK, blocks
+from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, to_bf16, to_f32, unit_columns
+
+ROWS = 32
+WARPS_ROW = 4
+WARPS_BOTH = 8
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    x_stride,
+    rows,
+    cols,
+    bf16_ptr,
+    codes_ptr,
+    scale_ptr,
+    scale_stride,
+    codes_t_ptr,
+    scale_t_ptr,
+    t_stride,
+    POW2: tl.constexpr,
+    BF16: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    R: tl.constexpr,
+):
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    c = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
+    at = x_ptr + r.to(tl.int64)[:, None] * x_stride + c[None, :]
+    gate = to_f32(tl.load(at, mask=mask, other=0.0))
+    up = to_f32(tl.load(at + cols, mask=mask, other=0.0))
+    activated = to_bf16(tl.div_rn(gate, 1.0 + tl.exp(-gate)))
+    y = to_bf16(to_f32(activated) * up)
+    emit_tile(
+        y,
+        r,
+        c,
+        tl.program_id(0),
+        tl.program_id(1),
+        rows,
+        cols,
+        bf16_ptr,
+        codes_ptr,
+        scale_ptr,
+        scale_stride,
+        codes_t_ptr,
+        scale_t_ptr,
+        t_stride,
+        POW2,
+        BF16,
+        ROW,
+        COL,
+    )
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    dy_stride,
+    x_ptr,
+    x_stride,
+    rows,
+    half,
+    bf16_ptr,
+    codes_ptr,
+    scale_ptr,
+    scale_stride,
+    codes_t_ptr,
+    scale_t_ptr,
+    t_stride,
+    POW2: tl.constexpr,
+    BF16: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    R: tl.constexpr,
+):
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    c = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    mask = (r < rows)[:, None] & (c < half)[None, :]
+    r64 = r.to(tl.int64)
+    dy = to_f32(tl.load(dy_ptr + r64[:, None] * dy_stride + c[None, :], mask=mask, other=0.0))
+    at = x_ptr + r64[:, None] * x_stride + c[None, :]
+    gate = to_f32(tl.load(at, mask=mask, other=0.0))
+    up = to_f32(tl.load(at + half, mask=mask, other=0.0))
+    s = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
+    # Two tiles of one output of width 2 * half; the first one's columns end at `half`.
+    for side in tl.static_range(2):
+        slope = up * (1.0 + gate * (1.0 - s)) if side == 0 else gate
+        d = to_bf16(dy * s * slope)
+        emit_tile(
+            d,
+            r,
+            c + side * half,
+            tl.program_id(0),
+            tl.program_id(1) + side * (half // GROUP),
+            rows,
+            2 * half,
+            bf16_ptr,
+            codes_ptr,
+            scale_ptr,
+            scale_stride,
+            codes_t_ptr,
+            scale_t_ptr,
+            t_stride,
+            POW2,
+            BF16,
+            ROW,
+            COL,
+        )
+
+
+def forward(gate_up: Tensor, policy: str, *, bf16: bool, row: bool, col: bool) -> TileOutput:
+    """silu(gate) * up [rows, F] of [rows, 2F] in the forms asked for."""
+    x = unit_columns(gate_up)
+    rows, cols = x.shape[0], x.shape[1] // 2
+    out = TileOutput(rows, cols, x.device, bf16=bf16, row=row, col=col)
+    if x.numel():
+        height = BLOCK if col else ROWS
+        _forward_kernel[(triton.cdiv(rows, height), blocks(cols))](
+            x,
+            x.stride(0),
+            rows,
+            cols,
+            *out.args(),
+            policy == "pow2",
+            *out.flags,
+            height,
+            num_warps=WARPS_BOTH if col else WARPS_ROW,
+        )
+    return out
+
+
+def backward(dy: Tensor, gate_up: Tensor, policy: str, *, bf16: bool, row: bool, col: bool) -> TileOutput:
+    """d gate_up [rows, 2F] in the forms asked for. 128 must divide F (a tile must not straddle the halves)."""
+    x, dy = unit_columns(gate_up), unit_columns(dy)
+    rows, half = x.shape[0], x.shape[1] // 2
+    if half % BLOCK:
+        raise ValueError(f"the fused backward needs a multiple of {BLOCK}, not {half}")
+    out = TileOutput(rows, 2 * half, x.device, bf16=bf16, row=row, col=col)
+    if x.numel():
+        height = BLOCK if col else ROWS
+        _backward_kernel[(triton.cdiv(rows, height), blocks(half))](
+            dy,
+            dy.stride(0),
+            x,
+            x.stride(0),
+            rows,
+            half,
+            *out.args(),
+            policy == "pow2",
+            *out.flags,
+            height,
+            num_warps=WARPS_BOTH if col else WARPS_ROW,
+        )
+    return out
