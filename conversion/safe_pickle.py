@@ -1,8 +1,8 @@
 """Reading the pickles of a Megatron checkpoint without letting them run code.
 
-A torch distributed checkpoint describes itself in `.metadata`, a pickle; unpickling one from a stranger runs whatever it
-says. Here only the dozen names that such a file needs are allowed. The tensors themselves (`*.distcp`, `common.pt`) are
-torch archives and are read by torch's own restricted unpickler (`weights_only=True`).
+A torch distributed checkpoint describes itself in `.metadata`, a pickle; unpickling one from a stranger runs whatever
+it says. Here only the dozen names that such a file needs are allowed. The tensors themselves (`*.distcp`, `common.pt`)
+are torch archives and are read by torch's own restricted unpickler (`weights_only=True`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class HFFolderReader:
         self.entries: dict[str, Entry] = {}
         self.files: dict[str, Path] = {}
         self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
         problems: list[str] = []
         weight_map = self._read_index()
         for file in sorted(set(weight_map.values())) if weight_map is not None else [self.path / "model.safetensors"]:
@@ -110,10 +112,11 @@ class HFFolderReader:
         if name not in self.entries:
             raise CheckpointError(f"{self.path}: no tensor {name}")
         entry, file = self.entries[name], self.files[name]
-        if file not in self._maps:
-            with file.open("rb") as handle:
-                # Private mapping: torch wants a writable buffer; pages stay those of the file unless written to.
-                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        with self._lock:
+            if file not in self._maps:
+                with file.open("rb") as handle:
+                    # Private mapping: torch wants a writable buffer; pages stay those of the file unless written to.
+                    self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         count = entry.nbytes // entry.dtype.itemsize
         if not count:
             return torch.empty(entry.shape, dtype=entry.dtype)
@@ -211,7 +214,7 @@ class HFFolderWriter:
         except BaseException:
             self.folder.discard()
             raise
-        self.slots = SlotWriter(self.places)
+        self.slots, self._lock = SlotWriter(self.places), threading.Lock()
 
     def _create(
         self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shard_bytes: int
@@ -242,8 +245,9 @@ class HFFolderWriter:
 
     def note(self, written: Mapping[str, int]) -> None:
         """Count elements that another process wrote through a `SlotWriter`."""
-        for name, count in written.items():
-            self.written[name] += count
+        with self._lock:
+            for name, count in written.items():
+                self.written[name] += count
 
     def commit(self) -> None:
         """Give the folder its final name. Raises ConversionError if any tensor was not written once, and only once."""
@@ -270,11 +274,13 @@ class HFFolderWriter:
 
 
 class SlotWriter:
-    """Writes rectangles into files that already have their full size. Each process makes its own from `places`."""
+    """Writes rectangles into files that have their full size, from any thread; another process makes its own from
+    `places`."""
 
     def __init__(self, places: Mapping[str, tuple[str, Entry]]):
         self.places = dict(places)
         self._files: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def write(self, name: str, start: tuple[int, int], tensor: torch.Tensor) -> int:
         """Write and return the number of elements. Rectangles narrower than the tensor go row by row."""
@@ -288,8 +294,9 @@ class SlotWriter:
         if row < 0 or col < 0 or row + rows > entry.shape[0] or col + cols > width:
             raise ConversionError(f"{name}: rows {row}..{row + rows}, columns {col}..{col + cols} lie outside "
                                   f"{list(entry.shape)}")  # fmt: skip
-        if file not in self._files:
-            self._files[file] = os.open(file, os.O_WRONLY)
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = os.open(file, os.O_WRONLY)
         item, fd = entry.dtype.itemsize, self._files[file]
         raw = memoryview(table.contiguous().view(torch.uint8).numpy()).cast("B") if table.numel() else memoryview(b"")
         if cols == width:
