@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from jetrl_kernels.formats import ScalePolicy
+
 Mode = Literal["bf16", "mixed", "jetrl"]
-ScalePolicy = Literal["pow2", "fp32"]
 
 
 class ConfigError(ValueError):
@@ -44,6 +45,8 @@ class PrecisionConfig:
     """`bf16`: both sides BF16. `mixed`: BF16 training, FP8 rollout. `jetrl`: the same FP8 on both sides."""
     scales: ScalePolicy = "pow2"
     wgrad: Literal["fp8", "bf16"] = "fp8"
+    keep_bf16: bool = False
+    """Keep a layer whose tiles a layout would cut in BF16 on both sides, instead of refusing the run."""
     linear_backend: Literal["jetrl", "te"] = "jetrl"
     """`jetrl`: our fp8_linear (CPU and GPU). `te`: Transformer Engine layers (GPU only)."""
     master_cast: Literal["nearest", "stochastic"] = "nearest"
@@ -203,13 +206,19 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
     for key in positive.split():
         if not get_value(c, key) > 0:
             yield key, f"must be greater than 0, not {get_value(c, key)}"
-    for key in "optimizer.weight_decay optimizer.clip_grad sft.steps train.eval_every grpo.importance_cap".split():
+    for key in [
+        "optimizer.weight_decay",
+        "optimizer.clip_grad",
+        "sft.steps",
+        "train.eval_every",
+        "grpo.importance_cap",
+    ]:
         if get_value(c, key) < 0:
             yield key, f"must not be negative, not {get_value(c, key)}"
     if c.grpo.group_size < 2:
         yield "grpo.group_size", f"a group needs at least 2 answers for a relative advantage, not {c.grpo.group_size}"
     for key in ("grpo.clip_low", "grpo.clip_high"):
-        if not 0 < get_value(c, key):
+        if not get_value(c, key) > 0:
             yield key, f"must be greater than 0, not {get_value(c, key)}"
     if c.grpo.clip_low >= 1:
         yield "grpo.clip_low", f"must be below 1, not {c.grpo.clip_low}"
@@ -223,8 +232,11 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
             "rollout.max_response_tokens",
             f"{c.rollout.max_response_tokens} leaves no room for a prompt in model.max_length={c.model.max_length}",
         )
-    if (c.grpo.prompts_per_step * c.grpo.group_size) % c.parallel.dp:
-        yield "parallel.dp", f"{c.grpo.prompts_per_step * c.grpo.group_size} sequences a step do not divide by {c.parallel.dp}"
+    sequences, parts = c.grpo.prompts_per_step * c.grpo.group_size, c.parallel.dp * c.grpo.updates_per_batch
+    if parts > 0 and sequences % parts:
+        yield "parallel.dp", f"{sequences} sequences a step do not divide over dp x updates_per_batch = {parts}"
+    if c.parallel.cp > 1:
+        yield "parallel.cp", "context parallel training of packed sequences is not supported yet, cp must be 1"
     if c.parallel.sequence_parallel and c.parallel.tp == 1:
         yield "parallel.sequence_parallel", "needs parallel.tp > 1"
     if not (0 <= c.optimizer.beta1 < 1 and 0 <= c.optimizer.beta2 < 1):
@@ -314,7 +326,12 @@ def _coerce(value: Any, kind: Any, shown: str) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{shown!r} is not an integer")
     elif kind is float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value != value
+            or abs(value) == float("inf")
+        ):
             raise ValueError(f"{shown!r} is not a finite number")
         return float(value)
     elif kind is str:
@@ -331,7 +348,11 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
             continue
         try:
             kind = hints[key]
-            out[key] = _build(kind, value, f"{prefix}{key}.") if dataclasses.is_dataclass(kind) else _coerce(value, kind, str(value))
+            out[key] = (
+                _build(kind, value, f"{prefix}{key}.")
+                if dataclasses.is_dataclass(kind)
+                else _coerce(value, kind, str(value))
+            )
         except ConfigError as error:
             problems += error.problems
         except ValueError as error:

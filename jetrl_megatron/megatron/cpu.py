@@ -6,6 +6,8 @@ the CPU. Nothing here runs where CUDA is available. Reasons, one by one:
 * `device="cuda"` and `torch.cuda.current_device()` become the CPU device: parameters and buffers are allocated so.
 * `Tensor.type()` reports `torch.cuda.*`: both optimizers refuse parameters whose type has another name.
 * `current_stream` / `synchronize` / `empty_cache` do nothing: pipeline schedules call them.
+* a checkpoint's optimizer state has no per-parameter `step` (it lies in the parameter groups), which loading into
+  torch's Adam, used where neither TE nor apex is installed, does not expect.
 * random states come from the CPU generator: the model-parallel tracker forks "CUDA" states for dropout and init.
 """
 
@@ -78,6 +80,12 @@ def enable() -> None:
     torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
     mcore_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, param, tensors: original(
+        self, param, {"step": None, **tensors}
+    )
     _mode = _CudaMeansCpu()
     _mode.__enter__()
 

@@ -19,7 +19,7 @@ from jetrl_megatron.batch import PackedBatch
 from jetrl_megatron.megatron.model import unwrap
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(batch, logp `[T]`, entropy `[T]`) -> (sum over this micro-batch already divided by the step's denominator, stats)."""
+"""(batch, logp `[T]`, entropy `[T]`) -> (sum over this micro-batch divided by the step's denominator, stats)."""
 
 
 @dataclass

@@ -17,10 +17,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from jetrl_conversion.layout import Layout, padded_vocab
+from jetrl_conversion.layout import padded_vocab
 from jetrl_conversion.model_spec import ModelSpec
 from jetrl_megatron.config import Config
 from jetrl_megatron.engine_ops import Rope
+from jetrl_megatron.layouts import fp8_tensors, trainer_layout
 from jetrl_megatron.megatron.layers import (
     EngineAttention,
     Fp8ColumnParallelLinear,
@@ -29,12 +30,6 @@ from jetrl_megatron.megatron.layers import (
     RMSNorm,
     SiluMul,
 )
-
-
-def trainer_layout(config: Config) -> Layout:
-    """How the trainer's parameters lie over its ranks."""
-    p = config.parallel
-    return Layout("megatron", tp=p.tp, pp=p.pp, ep=p.ep, dp=p.dp * p.cp)
 
 
 def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
@@ -81,9 +76,16 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     return built
 
 
-def layer_spec(spec: ModelSpec, fp8: bool) -> ModuleSpec:
-    """One transformer layer; its four projections are FP8 or BF16, everything else is the same."""
-    column, row = (Fp8ColumnParallelLinear, Fp8RowParallelLinear) if fp8 else (ColumnParallelLinear, RowParallelLinear)
+def layer_spec(spec: ModelSpec, fp8: set[str]) -> ModuleSpec:
+    """One transformer layer; a projection named in `fp8` runs on FP8 operands, everything else is the same."""
+
+    def column(name: str) -> type[ColumnParallelLinear]:
+        return Fp8ColumnParallelLinear if f"model.layers.0.{name}.weight" in fp8 else ColumnParallelLinear
+
+    def row(name: str) -> type[RowParallelLinear]:
+        return Fp8RowParallelLinear if f"model.layers.0.{name}.weight" in fp8 else RowParallelLinear
+
+    mlp = MLPSubmodules(linear_fc1=column("mlp.gate_proj"), linear_fc2=row("mlp.down_proj"), activation_func=SiluMul)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -92,22 +94,22 @@ def layer_spec(spec: ModelSpec, fp8: bool) -> ModuleSpec:
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=column,
+                    linear_qkv=column("self_attn.q_proj"),
                     core_attention=EngineAttention,
-                    linear_proj=row,
+                    linear_proj=row("self_attn.o_proj"),
                     q_layernorm=RMSNorm if spec.qk_norm else IdentityOp,
                     k_layernorm=RMSNorm if spec.qk_norm else IdentityOp,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row, activation_func=SiluMul)),
+            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def block_spec(spec: ModelSpec, config: TransformerConfig, fp8: bool) -> TransformerBlockSubmodules:
+def block_spec(spec: ModelSpec, config: TransformerConfig, fp8: set[str]) -> TransformerBlockSubmodules:
     """This pipeline stage's layers and, on the last one, the final norm."""
     layers = [layer_spec(spec, fp8)] * get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
@@ -124,9 +126,10 @@ def build_model(spec: ModelSpec, config: Config) -> GPTModel:
     if spec.num_experts:
         raise ValueError(f"{spec.family}: training a mixture of experts is not supported yet; conversion is")
     megatron_config = transformer_config(spec, config)
+    fp8 = fp8_tensors(spec, config) if config.precision.mode == "jetrl" else set()
     model = GPTModel(
         config=megatron_config,
-        transformer_layer_spec=block_spec(spec, megatron_config, config.precision.mode == "jetrl"),
+        transformer_layer_spec=block_spec(spec, megatron_config, fp8),
         vocab_size=padded_vocab(spec, trainer_layout(config)),
         max_sequence_length=config.model.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -145,5 +145,3 @@ def _optimizer_config(config: Config) -> OptimizerConfig:
         params_dtype=torch.bfloat16,
         use_distributed_optimizer=True,
     )
-
-

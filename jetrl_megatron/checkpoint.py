@@ -1,0 +1,99 @@
+"""Checkpoints of a run: complete under their name or not there, the last few kept, safe to read.
+
+One step is one folder `OUTPUT/checkpoints/step_000010` in Megatron's distributed format (model and FP32 optimizer
+state resharded freely on load) with `state.json` beside it. A save writes into a folder with another name and renames
+it when all ranks are done, so a run killed at any moment finds the previous one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from jetrl_conversion.safe_pickle import check_metadata
+from jetrl_megatron.checkpoint_names import path, steps
+from jetrl_megatron.megatron.trainer import Trainer
+
+# `fully_reshardable` is the optimizer layout that loads at any TP, PP and DP.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def save(trainer: Trainer, output: Path, state: dict[str, Any], keep_last: int) -> None:
+    """Save on all ranks together. `state` (JSON) must hold `step`; it is what `load` returns.
+
+    Raises:
+        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+    """
+    from megatron.core import dist_checkpointing
+
+    final = path(output, state["step"])
+    partial = final.with_name(f".{final.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded(trainer, is_loading=False), str(partial), content_metadata=_METADATA)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        text = json.dumps(state | {"version": trainer.version}, indent=2)
+        (partial / "state.json").write_text(text + "\n")
+        _sync(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _sync(final.parent)
+        for old in steps(output)[:-keep_last]:
+            shutil.rmtree(path(output, old))
+    dist.barrier()
+
+
+def load(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Load model and optimizer on all ranks, at whatever parallel sizes this world has.
+
+    Returns:
+        The state that was saved with it.
+
+    Raises:
+        ValueError: the checkpoint's metadata would run code when unpickled, or names what is not a tensor.
+    """
+    from megatron.core import dist_checkpointing
+
+    check_metadata(folder)
+    _initialize_adam(trainer)
+    loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True), str(folder))
+    trainer.core.load_state_dict(loaded["model"])
+    trainer.optimizer.load_state_dict(loaded["optimizer"])
+    state = json.loads((folder / "state.json").read_text())
+    trainer.version = state["version"]
+    trainer.quantize()
+    return state
+
+
+def _sharded(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    metadata = _METADATA | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = trainer.core.sharded_state_dict(metadata=metadata)
+    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _initialize_adam(trainer: Trainer) -> None:
+    """Give Adam its moments before loading into them: torch's Adam makes them at the first step only."""
+    for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+
+
+def _sync(folder: Path) -> None:
+    """Flush files and the folder's entries to the disk, so that the rename never precedes them."""
+    for item in (*folder.iterdir(), folder):
+        if item.is_file() or item == folder:
+            handle = os.open(item, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)

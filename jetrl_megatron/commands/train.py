@@ -1,0 +1,46 @@
+"""`jetrl train` and `jetrl sft`: check, prepare, start the world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jetrl_megatron import prepare
+from jetrl_megatron.config import Config, ConfigError
+
+
+def run(recipe: str, overrides: Sequence[str], output: Path | None, resume: bool) -> int:
+    """Train; returns the exit status."""
+    config = prepare.load_config(recipe, overrides)
+    output = (output or Path("outputs") / recipe).absolute()
+    prepare.check_output(output, resume)
+    folder = _prepared_model(config)
+    config.model.path = str(folder)
+    prepare.write_run(config, output)
+    from jetrl_megatron.launcher import launch
+
+    return launch("train", config, output)
+
+
+def run_sft(recipe: str, overrides: Sequence[str], output: Path) -> None:
+    """Warm-start the recipe's model into the folder `output`."""
+    config = prepare.load_config(recipe, overrides)
+    if output.exists():
+        raise ConfigError([f"{output} exists; choose another --output"])
+    tiny = config.model.path == prepare.TINY
+    source = prepare.make_random_tiny(config) if tiny else prepare.model_folder(config)
+    prepare.check_layout(config, source)
+    prepare.warm_start(config, source, output.absolute())
+
+
+def print_recipes() -> None:
+    from jetrl_recipes import registry
+
+    for name, config in registry.all().items():
+        print(f"{name:32} {config.purpose}")
+
+
+def _prepared_model(config: Config) -> Path:
+    folder = prepare.model_folder(config)
+    prepare.check_layout(config, folder)
+    return folder

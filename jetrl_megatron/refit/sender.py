@@ -1,0 +1,190 @@
+"""The trainer's half of a refit: every rank writes its slices of the new weights where the engines read them.
+
+One plan (`jetrl_conversion.planner`) says which rectangle goes where. Ranks that share a host with the engines write
+into their segments directly; ranks elsewhere send their rectangles to rank 0, one parameter after another, and nobody
+ever holds a tensor that is not its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jetrl_conversion.planner import Transfer, plan_reshard
+from jetrl_kernels.quant_weight import QuantizedWeight, quant_weight
+from jetrl_megatron.layouts import fp8_tensors, rollout_layout, trainer_layout
+from jetrl_megatron.megatron.model import fp8_layers
+from jetrl_megatron.megatron.trainer import Trainer
+from jetrl_megatron.refit.digests import merge_digests, rank_digests
+from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, TensorSlot, plan_slots, segment_bytes
+from jetrl_megatron.refit.shm import Segment
+from jetrl_megatron.rollout.pool import EnginePool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefitReport:
+    version: int
+    tensors: int
+    """Tensors compared by digest, codes and scales counted apart."""
+    mismatched: int
+    nbytes: int
+    """Bytes that reached the engines' segments, once for each engine rank."""
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "refit_tensors": self.tensors,
+            "refit_tensors_mismatched": self.mismatched,
+            "refit_bytes": self.nbytes,
+            "refit_seconds": self.seconds,
+        }
+
+
+class RefitSender:
+    """Sends the trainer's current weights to all replicas. Collective: every trainer rank calls `send`.
+
+    Args:
+        pool: the replicas, on rank 0; None elsewhere.
+    """
+
+    def __init__(self, trainer: Trainer, pool: EnginePool | None):
+        config, spec = trainer.config, trainer.spec
+        self.trainer, self.pool = trainer, pool
+        self.layout, self.target = trainer_layout(config), rollout_layout(config)
+        self.fp8 = fp8_tensors(spec, config) if config.precision.mode != "bf16" else set()
+        self.plan = plan_reshard(spec, self.layout, self.target, fp8=bool(self.fp8))
+        self.slots = [plan_slots(spec, self.target, rank, self.fp8) for rank in range(self.target.world)]
+        self.segments, self.near = self._open_segments()
+
+    def send(self) -> RefitReport:
+        """Write, load, compare.
+
+        Raises:
+            RefitMismatch, EngineDied, EngineError: on rank 0, which ends the run on all.
+        """
+        started = time.perf_counter()
+        parameters = self._parameters()
+        self._write(parameters)
+        ours = self._gather_digests(parameters)
+        dist.barrier()
+        if self.pool is not None:
+            message = RefitMessage(
+                version=self.trainer.version,
+                scales=self.trainer.config.precision.scales if self.fp8 else "none",
+                segments=tuple(str(s.path) for s in self.segments),
+                slots=tuple(self.slots),
+            )
+            self.pool.load(message, ours)
+        dist.barrier()
+        return RefitReport(
+            version=self.trainer.version,
+            tensors=len(ours),
+            # A difference has ended the run above.
+            mismatched=0,
+            nbytes=self.plan.total_bytes,
+            seconds=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        if dist.get_rank() == 0:
+            for segment in self.segments:
+                segment.unlink()
+
+    def _open_segments(self) -> tuple[list[Segment], list[bool]]:
+        """Segments that this rank can write, and for each rank whether it can: only those on the engines' host."""
+        segments: list[Segment] = []
+        paths: list[list[str]] = [[]]
+        if dist.get_rank() == 0:
+            segments = [Segment.create(segment_bytes(slots), f"engine{r}") for r, slots in enumerate(self.slots)]
+            paths = [[str(s.path) for s in segments]]
+        dist.broadcast_object_list(paths, src=0)
+        if dist.get_rank() != 0 and all(Path(p).exists() for p in paths[0]):
+            segments = [Segment.attach(p) for p in paths[0]]
+        near: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(near, bool(segments))
+        return segments, near
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Live tensors by Megatron name; FP8 parameters as codes, with their scales under `name + "_scale_inv"`.
+
+        Under `jetrl` these are the bytes that the next forward's GEMMs consume. Under `mixed` the trainer has none,
+        and quantizes its BF16 weights for the engine alone.
+        """
+        found: dict[str, Tensor] = {n: p.detach() for n, p in self.trainer.parameters().items()}
+        quantized: dict[str, QuantizedWeight] = {}
+        for name, layer in fp8_layers(self.trainer.model).items():
+            assert layer.qweight is not None
+            quantized[f"{name}.weight"] = layer.qweight
+        for name in self._fp8_names() - quantized.keys():
+            quantized[name] = quant_weight(found[name], self.trainer.config.precision.scales)
+        for name, qweight in quantized.items():
+            found[name], found[name + SCALE_SUFFIX] = qweight.codes, qweight.scale
+        return found
+
+    def _fp8_names(self) -> set[str]:
+        return {t.src_local for t in self.plan.sends(dist.get_rank()) if t.quantized} if self.fp8 else set()
+
+    def _write(self, parameters: Mapping[str, Tensor]) -> None:
+        slots = [{s.name: s for s in rank_slots} for rank_slots in self.slots]
+        rank = dist.get_rank()
+        if self.near[rank]:
+            for transfer in self.plan.sends(rank):
+                for source, target in self._rectangles(transfer, parameters, slots):
+                    target.copy_(source)
+        for far in (r for r, near in enumerate(self.near) if not near):
+            if rank == far:
+                for transfer in self.plan.sends(rank):
+                    for name, at, size, _, _ in _parts(transfer):
+                        dist.send(_as_bytes(_cut(parameters[name], at, size).contiguous()), dst=0)
+            elif rank == 0:
+                for transfer in self.plan.sends(far):
+                    for _, _, size, name, at in _parts(transfer):
+                        target = _cut(self._view(transfer.dst_rank, slots, name), at, size)
+                        buffer = torch.empty(size if target.dim() == 2 else size[:1], dtype=target.dtype)
+                        dist.recv(_as_bytes(buffer), src=far)
+                        target.copy_(buffer)
+
+    def _rectangles(self, transfer: Transfer, parameters: Mapping[str, Tensor], slots: list[dict[str, TensorSlot]]):
+        for source, source_at, size, target, target_at in _parts(transfer):
+            view = self._view(transfer.dst_rank, slots, target)
+            yield _cut(parameters[source], source_at, size), _cut(view, target_at, size)
+
+    def _view(self, dst_rank: int, slots: list[dict[str, TensorSlot]], name: str) -> Tensor:
+        return self.segments[dst_rank].view(slots[dst_rank][name])
+
+    def _gather_digests(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        part = rank_digests(self.trainer.spec, self.layout, dist.get_rank(), parameters)
+        parts: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, part)
+        return merge_digests(parts)
+
+
+Rectangle = tuple[int, int]
+
+
+def _parts(transfer: Transfer) -> list[tuple[str, Rectangle, Rectangle, str, Rectangle]]:
+    """(source, its start, size, target, its start) of a transfer's codes and, if it is FP8, of its scales."""
+    t = transfer
+    parts = [(t.src_local, t.src_start, t.size, t.dst_local, t.dst_start)]
+    if t.quantized:
+        source_at, target_at, size = t.scale
+        parts.append((t.src_local + SCALE_SUFFIX, source_at, size, t.dst_local + SCALE_SUFFIX, target_at))
+    return parts
+
+
+def _cut(tensor: Tensor, at: Rectangle, size: Rectangle) -> Tensor:
+    """The rectangle of a 2-D tensor, or the run of a 1-D one (n x 1 to the plan)."""
+    if tensor.dim() == 1:
+        return tensor[at[0] : at[0] + size[0]]
+    return tensor[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """gloo knows no FP8: send bytes."""
+    return tensor.reshape(-1).view(torch.uint8)

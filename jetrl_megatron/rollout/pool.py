@@ -1,0 +1,116 @@
+"""The replicas of one run, on trainer rank 0: work is split over them, and one that dies is replaced once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from jetrl_megatron.config import Config
+from jetrl_megatron.refit.digests import differing
+from jetrl_megatron.refit.message import RefitMessage
+from jetrl_megatron.rollout.client import RolloutEngine
+from jetrl_megatron.rollout.types import Completion, EngineDied, Sampling
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class RefitMismatch(RuntimeError):
+    """After loading, an engine does not hold the trainer's bytes. `names` lists the tensors."""
+
+    def __init__(self, replica: int, names: Sequence[str]):
+        self.names = list(names)
+        shown = ", ".join(self.names[:8]) + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else "")
+        super().__init__(f"refit: engine {replica} does not hold the trainer's bytes of {shown}")
+
+
+class EnginePool:
+    """All replicas, at one version of the weights.
+
+    The segments keep the bytes of the current version until the next refit, so that a fresh engine can be brought to
+    it without the trainer: an engine that dies is restarted and refitted, once for every version.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine]):
+        self.engines = list(engines)
+        self._message: RefitMessage | None = None
+        self._digests: Mapping[str, int] = {}
+        self._replaced: set[int] = set()
+
+    @staticmethod
+    def of(
+        model_dir: Path, config: Config, quantized: Collection[str], output: Path, device: torch.device
+    ) -> EnginePool:
+        """`rollout.replicas` engines for this model, not started yet; logs go into `output`."""
+        cpu = device.type == "cpu"
+        return EnginePool(
+            [
+                RolloutEngine(model_dir, config, quantized=quantized, output=output, replica=replica, cpu=cpu)
+                for replica in range(config.rollout.replicas)
+            ]
+        )
+
+    def start(self) -> None:
+        """Start all processes and return at once; the first request waits for them."""
+        for engine in self.engines:
+            engine.start()
+
+    def load(self, message: RefitMessage, digests: Mapping[str, int]) -> None:
+        """Bring every replica to `message.version` and compare live bytes.
+
+        Args:
+            digests: the trainer's, by Hugging Face name.
+
+        Raises:
+            RefitMismatch: naming the tensors. EngineDied: for the second time.
+        """
+        self._message, self._digests = message, digests
+        self._replaced.clear()
+        self._each(self._refit)
+
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
+        """One answer to each prompt, in order; prompts are dealt to the replicas in runs of equal length.
+
+        Raises:
+            EngineDied: for the second time at this version. EngineError: see `RolloutEngine.generate`.
+        """
+        share = -(-len(prompts) // len(self.engines))
+
+        def part(engine: RolloutEngine) -> list[Completion]:
+            start = self.engines.index(engine) * share
+            cut = slice(start, start + share)
+            return engine.generate(prompts[cut], seeds[cut], sampling) if prompts[cut] else []
+
+        return [completion for found in self._each(part) for completion in found]
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def _each(self, action: Callable[[RolloutEngine], T]) -> list[T]:
+        with ThreadPoolExecutor(len(self.engines)) as threads:
+            return list(threads.map(lambda engine: self._guarded(engine, action), self.engines))
+
+    def _guarded(self, engine: RolloutEngine, action: Callable[[RolloutEngine], T]) -> T:
+        try:
+            return action(engine)
+        except EngineDied as death:
+            if engine.replica in self._replaced:
+                raise
+            self._replaced.add(engine.replica)
+            log.warning("%s\nstarting it again", death)
+            engine.restart()
+            if self._message is not None:
+                self._refit(engine)
+            return action(engine) if action != self._refit else None  # type: ignore[return-value]
+
+    def _refit(self, engine: RolloutEngine) -> None:
+        assert self._message is not None
+        names = differing(self._digests, engine.refit(self._message))
+        if names:
+            raise RefitMismatch(engine.replica, names)
