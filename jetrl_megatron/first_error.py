@@ -1,0 +1,58 @@
+"""Which rank failed first, over all nodes of a job.
+
+When one rank fails, every other rank fails a moment later with "Connection closed by peer", and each node's torchrun
+reports its own. So each node's launcher writes its first failure into `<run folder>/errors`, under a name that sorts
+causes before consequences and early before late. `slurm/job.sh` prints the first file when the job has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CONSEQUENCE = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|remote process exited|Socket Timeout|"
+    r"Timed out waiting \d+ms for|torch\.distributed\.DistNetworkError|Connection refused"
+)
+"""What a rank says whose partner has gone."""
+
+
+def is_consequence(exitcode: int, text: str) -> bool:
+    """Whether a failure follows from another rank's: told to stop by torchrun, or its partner has gone."""
+    return exitcode == -signal.SIGTERM or CONSEQUENCE.search(text) is not None
+
+
+def write(run_folder: Path, node_rank: int, failures: Mapping[int, Any]) -> tuple[int, Any]:
+    """Record this node's first failure.
+
+    Args:
+        failures: global rank -> torch.distributed.elastic's ProcessFailure (`ChildFailedError.failures` holds them).
+
+    Returns:
+        (rank, failure) of the one recorded.
+    """
+    rank, failure = min(
+        failures.items(), key=lambda item: (is_consequence(item[1].exitcode, _text(item[1])), item[1].timestamp)
+    )
+    text = _text(failure)
+    job = f"{os.environ.get('SLURM_JOB_ID', 'local')}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+    order = f"{int(is_consequence(failure.exitcode, text))}-{failure.timestamp}-node{node_rank}"
+    folder = run_folder / "errors"
+    folder.mkdir(parents=True, exist_ok=True)
+    status = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "failed"
+    (folder / f"{job}-{order}.txt").write_text(f"rank {rank} on {socket.gethostname()} {status}\n{text.rstrip()}\n")
+    return rank, failure
+
+
+def _text(failure: Any) -> str:
+    """The traceback if the rank left one, else the message."""
+    message = failure.message
+    if isinstance(message, dict):
+        extra = message.get("extraInfo") or {}
+        return str(extra.get("py_callstack") or message.get("message") or message)
+    return str(message)

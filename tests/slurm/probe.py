@@ -1,0 +1,95 @@
+"""A stand-in for the trainer: two ranks a node through the same rendezvous, signals and launcher as `jetrl train`.
+
+probe.py sum FOLDER         all-reduce over all ranks; rank 0 prints the sum and which hosts took part
+probe.py fail FOLDER        the last rank raises while the others wait for it
+probe.py count FOLDER N     count to N, a step every 0.5 s, from the number saved in FOLDER; save when asked to stop
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from jetrl_megatron import first_error, signals
+
+
+def rank(what: str, folder: Path, *args: str) -> int:
+    import torch
+    import torch.distributed as dist
+
+    signals.install()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    me, world = dist.get_rank(), dist.get_world_size()
+    if what == "sum":
+        total = torch.tensor([float(me)])
+        dist.all_reduce(total)
+        hosts: list[str | None] = [None] * world
+        dist.all_gather_object(hosts, socket.gethostname())
+        if me == 0:
+            print(f"sum {total.item():.0f} over {world} ranks on {','.join(map(str, hosts))}", flush=True)
+    elif what == "fail":
+        if me == world - 1:
+            raise ValueError(f"planted fault on rank {me}")
+        dist.barrier()
+    elif what == "count":
+        state = folder / "count"
+        n = int(state.read_text()) if state.exists() else 0
+        while n < int(args[0]):
+            n += 1
+            time.sleep(0.5)
+            stop = torch.tensor([int(signals.stop_requested() is not None)])
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            if me == 0:
+                print(f"count {n}", flush=True)
+            if stop.item():
+                if me == 0:
+                    state.write_text(str(n))
+                dist.barrier()
+                return signals.REQUEUE_EXIT_CODE
+    dist.destroy_process_group()
+    return 0
+
+
+def main() -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from jetrl_megatron.slurm_env import world_from_env
+
+    world = world_from_env()
+    config = LaunchConfig(
+        min_nodes=world.nnodes,
+        max_nodes=world.nnodes,
+        nproc_per_node=2,
+        run_id="probe",
+        rdzv_backend="static",
+        rdzv_endpoint=world.rdzv_endpoint,
+        rdzv_configs={"rank": world.node_rank, "timeout": 60},
+        max_restarts=0,
+        signals_to_handle="SIGINT",
+    )
+    with signals.relay() as extra:
+        os.environ.update(extra)
+        try:
+            elastic_launch(config, sys.executable)(__file__, *sys.argv[1:])
+        except ChildFailedError as error:
+            codes = {failure.exitcode for failure in error.failures.values()}
+            # torchrun ends the ranks that are a moment behind the first one.
+            if signals.REQUEUE_EXIT_CODE in codes and codes <= {signals.REQUEUE_EXIT_CODE, -signal.SIGTERM}:
+                return signals.REQUEUE_EXIT_CODE
+            first_error.write(Path(sys.argv[2]), world.node_rank, error.failures)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        sys.exit(record(rank)(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))
+    sys.exit(main())

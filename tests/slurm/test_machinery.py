@@ -1,0 +1,82 @@
+"""Rendezvous, failure, preemption and re-queue of the batch scripts, on a real Slurm, without a trainer (probe.py)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from cluster import HERE, REPO, Cluster
+
+pytestmark = pytest.mark.slow
+
+
+def submit(slurm: Cluster, folder: Path, *args: str) -> str:
+    env = {"JETRL_ROOT": str(REPO), "JETRL_RUN_DIR": str(folder)}
+    return slurm.run(
+        "sbatch", "--parsable", "-N2", str(HERE / "probe.sbatch"), *args, cwd=folder, env=env
+    ).stdout.strip()
+
+
+def log(folder: Path, job: str) -> str:
+    file = folder / f"probe-{job}.log"
+    return file.read_text() if file.exists() else ""
+
+
+def counted(text: str) -> list[int]:
+    return [int(line.split()[-1]) for line in text.splitlines() if line.startswith("0: count ")]
+
+
+def wait_for_count(folder: Path, job: str, n: int) -> None:
+    deadline = time.monotonic() + 90
+    while n not in counted(log(folder, job)):
+        assert time.monotonic() < deadline, log(folder, job)
+        time.sleep(0.2)
+
+
+def test_nodes_meet_and_are_separate(slurm: Cluster, shared: Path):
+    job = submit(slurm, shared, "sum", str(shared))
+    assert slurm.wait(job, timeout=120)["JobState"] == "COMPLETED", log(shared, job)
+    assert "sum 6 over 4 ranks on n1,n1,n2,n2" in log(shared, job)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in log(shared, job)
+    (shared / "marker").touch()
+    slurm.run("srun", "-N1", "-w", "n1", "touch", "/tmp/marker", "/dev/shm/marker")
+    files = [str(folder / "marker") for folder in (shared, Path("/tmp"), Path("/dev/shm"))]
+    seen = slurm.run("srun", "-N1", "-w", "n2", "bash", "-c", f"ls {' '.join(files)} 2>/dev/null; hostname -i").stdout
+    assert seen.split()[0] == files[0]
+    assert len(seen.split()) == 2 and seen.strip().endswith(".12")
+
+
+def test_failing_rank_ends_the_job_and_its_error_is_shown(slurm: Cluster, shared: Path):
+    begin = time.monotonic()
+    job = submit(slurm, shared, "fail", str(shared))
+    assert slurm.wait(job, timeout=120)["JobState"] == "FAILED"
+    assert time.monotonic() - begin < 50, "the other ranks waited for their time-out of 60 s"
+    end = log(shared, job).partition("the first error of the job:\n")[2]
+    assert end.startswith("rank 3 on n2 failed\n")
+    assert end.rstrip().endswith("ValueError: planted fault on rank 3")
+
+
+@pytest.mark.parametrize("number", ["TERM", "USR1"])
+def test_signalled_job_saves_requeues_itself_and_finishes(slurm: Cluster, shared: Path, number: str):
+    job = submit(slurm, shared, "count", str(shared), "8")
+    wait_for_count(shared, job, 3)
+    slurm.run("scancel", f"--signal={number}", job)
+    slurm.wait(job, "PENDING", timeout=60)
+    result = slurm.wait(job, timeout=120)
+    assert (result["JobState"], result["Restarts"]) == ("COMPLETED", "1"), log(shared, job)
+    assert counted(log(shared, job)) == list(range(1, 9)), "a step was lost, repeated, or its log overwritten"
+    assert not list(shared.glob("requeue-*"))
+
+
+def test_preempted_job_comes_back(slurm: Cluster, shared: Path):
+    """A job of a partition with a higher priority takes the nodes; Slurm warns with SIGTERM."""
+    job = submit(slurm, shared, "count", str(shared), "8")
+    wait_for_count(shared, job, 3)
+    urgent = slurm.run(
+        "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"
+    ).stdout.strip()
+    assert slurm.wait(urgent, timeout=90)["JobState"] == "COMPLETED"
+    result = slurm.wait(job, timeout=120)
+    assert (result["JobState"], result["Restarts"]) == ("COMPLETED", "1"), log(shared, job)
+    assert counted(log(shared, job)) == list(range(1, 9)), log(shared, job)
