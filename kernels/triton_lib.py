@@ -4,6 +4,7 @@ The functions mirror `scales.py` bit for bit. Under Triton's interpreter (TRITON
 casts to E4M3 and BF16 truncate; there the value is first rounded onto the target's grid, which makes the cast exact.
 """
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import os
@@ -116,8 +117,8 @@ def emit_tile(
 ):
     """Store a BF16 tile `y` [R, 128] at rows `r`, columns `c` (those of `group`) of a [rows, cols] output.
 
-    BF16: as it is. ROW: quantized along rows. COL (R is 128, the rows of `token_group`): quantized along columns, stored
-    transposed.
+    BF16: as it is. ROW: quantized along rows. COL (R is 128, the rows of `token_group`): quantized along columns,
+    stored transposed.
     """
     mask = (r < rows)[:, None] & (c < cols)[None, :]
     r64 = r.to(tl.int64)
@@ -136,7 +137,7 @@ def emit_tile(
         amax = tl.max(bits, axis=0)
         scale, multiplier = block_scale(amax, POW2)
         codes = quantize(value, multiplier[None, :], (amax < 0x7F80)[None, :], POW2)
-        mask_t = (c < cols)[:, None] & (r < rows)[None, :]
+        mask_t = (c < cols)[:, None] & (r >= 0)[None, :]  # the padding tokens of the last group get code 0
         tl.store(codes_t_ptr + c.to(tl.int64)[:, None] * t_stride + r[None, :], tl.trans(codes), mask=mask_t)
         tl.store(scale_t_ptr + token_group.to(tl.int64) * cols + c, scale, mask=c < cols)
 
@@ -154,8 +155,8 @@ class TileOutput:
     """Output buffers of a kernel that ends in `emit_tile`, and the arguments that name them.
 
     bf16: [rows, cols]. row: codes E4M3 [rows, cols] and FP32 [rows, groups] with stride 1 along rows, columns padded to
-    4 rows (16 bytes, as the GEMMs want it). col: codes E4M3 [cols, rows], memory rows padded to 16 tokens (the tensor
-    copy engine wants 16-byte strides), and FP32 [token groups, cols].
+    4 rows (16 bytes, as the GEMMs want it). col: codes E4M3 [cols, rows], memory rows padded with zeros to whole groups
+    of 128 tokens (so that a GEMM may read whole blocks), and FP32 [token groups, cols].
     """
 
     def __init__(self, rows: int, cols: int, device: torch.device, *, bf16: bool, row: bool, col: bool):
@@ -170,7 +171,7 @@ class TileOutput:
             scale = empty(blocks(cols), -(-rows // 4) * 4, dtype=fp32)[:, :rows].t()
             self.row = (empty(rows, cols, dtype=e4m3), scale)
         if col:
-            codes_t = empty(cols, -(-rows // 16) * 16, dtype=e4m3)[:, :rows]
+            codes_t = empty(cols, blocks(rows) * BLOCK, dtype=e4m3)[:, :rows]
             self.col = (codes_t, empty(blocks(rows), cols, dtype=fp32))
 
     def args(self) -> tuple[Any, ...]:

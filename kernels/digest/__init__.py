@@ -43,6 +43,10 @@ def digest_tensor(t: Tensor, *, row0: int = 0, col0: int = 0, global_cols: int |
         raise ValueError(f"digest offsets must not be negative: row0={row0}, col0={col0}")
     if global_cols is not None and col0 + t.shape[1] > global_cols:
         raise ValueError(f"columns {col0}..{col0 + t.shape[1]} lie outside of a tensor of {global_cols} columns")
+    if t.is_cuda:
+        from jetrl_kernels.digest import kernel
+
+        return kernel.digest_tensor(t, row0, col0)
     return reference.digest_tensor(t, row0, col0)
 
 

@@ -1,5 +1,6 @@
 """The digest in Triton, near the speed of reading: 4 bytes and one 64-bit multiply-add at a time."""
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jetrl_kernels.formats import check_policy
-from jetrl_kernels.gemm_fp8 import gemm_dgrad, gemm_fprop, gemm_wgrad
+from jetrl_kernels.gemm_fp8 import gemm_dgrad, gemm_fprop, gemm_wgrad, wgrad_bf16
 from jetrl_kernels.quant_act import quant_act, quant_act_both, quant_act_cols
 from jetrl_kernels.quant_weight import QuantizedWeight
 
@@ -133,8 +133,7 @@ def _weight_grad(
         gemm_wgrad(dy_cols, (x_codes, x_scale), out=into, accumulate=accumulate)
     else:
         (x,) = saved
-        dw = dy.float().t() @ x.float()
-        into = into.add_(dw) if accumulate else into.copy_(dw)
+        wgrad_bf16(dy, x, out=into, accumulate=accumulate)
     if main_grad is None:
         return into.to(weight.dtype)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

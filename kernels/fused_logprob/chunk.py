@@ -1,4 +1,4 @@
-"""One chunk of tokens: logits, their softmax statistics, their gradient. Plain torch, any device."""
+"""One chunk of tokens: logits, their softmax statistics, their gradient. Plain torch; on a GPU, kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from jetrl_kernels.gemm_fp8 import wgrad_bf16
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ def statistics(hidden: Tensor, head: Tensor, targets: Tensor, spec: Spec) -> Ten
         out = torch.zeros(4, hidden.shape[0], device=hidden.device)
         out[0] = -torch.inf
         return out
-    z = logits(hidden, head, spec).float() * spec.inverse_temperature
+    z = logits(hidden, head, spec)
+    if z.is_cuda:
+        from jetrl_kernels.fused_logprob import kernel
+
+        return kernel.statistics(z, targets, spec.vocab_start, spec.inverse_temperature)
+    z = z.float() * spec.inverse_temperature
     peak = z.amax(-1)
     local, here = local_targets(targets, spec)
     chosen = torch.where(here, z.gather(-1, local[:, None]).squeeze(-1), 0.0)
@@ -73,9 +80,14 @@ def grad_logits(
 
     d logp / dz = onehot - p and d entropy / dz = -p (z - lse + entropy), with p = exp(z - lse); times 1 / temperature.
     """
+    z = logits(hidden, head, spec)
+    if z.is_cuda:
+        from jetrl_kernels.fused_logprob import kernel
+
+        return kernel.gradient(z, targets, saved, grads, spec.vocab_start, spec.inverse_temperature, hidden.dtype)
     lse, entropy = (s[:, None] for s in saved)
     d_logp, d_entropy = (g[:, None] for g in grads)
-    log_p = logits(hidden, head, spec).float() * spec.inverse_temperature - lse
+    log_p = z.float() * spec.inverse_temperature - lse
     d = -torch.exp(log_p) * (d_logp + d_entropy * (log_p + entropy))
     local, here = local_targets(targets, spec)
     d.scatter_add_(1, local[:, None], torch.where(here[:, None], d_logp, 0.0))
@@ -84,7 +96,7 @@ def grad_logits(
 
 def add_outer(into: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """into FP32 [V, H] += d_logits^T hidden, products of `hidden.dtype`, sum in FP32."""
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-        into.copy_(torch.addmm(into, d_logits.t(), hidden, out_dtype=torch.float32))
+    if hidden.dtype == torch.bfloat16:
+        wgrad_bf16(d_logits, hidden, out=into)
     else:
-        into.addmm_(d_logits.float().t(), hidden.float())
+        into.addmm_(d_logits.t(), hidden)

@@ -1,5 +1,6 @@
 """Softmax statistics and the gradient of a chunk of logits in Triton: one read, and one write in place."""
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch

@@ -13,7 +13,7 @@ from torch import Tensor
 from jetrl_kernels.formats import blocks, scale_shape
 from jetrl_kernels.gemm_fp8 import reference
 
-__all__ = ["gemm_dgrad", "gemm_fprop", "gemm_wgrad"]
+__all__ = ["gemm_dgrad", "gemm_fprop", "gemm_wgrad", "wgrad_bf16"]
 
 
 def _check(name: str, codes: Tensor, scale: Tensor, want: tuple[int, int]) -> None:
@@ -44,6 +44,10 @@ def gemm_fprop(
     _check("x", x_codes, x_scale, (x_codes.shape[0], blocks(x_codes.shape[1])))
     _check("w", w_codes, w_scale, scale_shape(*w_codes.shape))
     _check_equal("in features of x and w", x_codes.shape[1], w_codes.shape[1])
+    if x_codes.is_cuda:
+        from jetrl_kernels.gemm_fp8 import dispatch
+
+        return dispatch.fprop(x_codes, x_scale, w_codes, w_scale, out_dtype)
     return reference.gemm_fprop(x_codes, x_scale, w_codes, w_scale).to(out_dtype)
 
 
@@ -70,6 +74,10 @@ def gemm_dgrad(
     _check("w", w_codes, w_scale, scale_shape(*w_codes.shape))
     _check_equal("out features of dy and w", dy_codes.shape[1], w_codes.shape[0])
     codes_t = w_codes.t() if w_codes_t is None else w_codes_t
+    if dy_codes.is_cuda:
+        from jetrl_kernels.gemm_fp8 import dispatch
+
+        return dispatch.dgrad(dy_codes, dy_scale, codes_t.contiguous(), w_scale.t(), out_dtype)
     return reference.gemm_fprop(dy_codes, dy_scale, codes_t, w_scale.t()).to(out_dtype)
 
 
@@ -95,5 +103,19 @@ def gemm_wgrad(
             f"wgrad of {dy_codes.shape[0]} x {x_codes.shape[0]} goes into FP32 of that shape, "
             f"not {out.dtype} {tuple(out.shape)}"
         )
+    if dy_codes.is_cuda:
+        from jetrl_kernels.gemm_fp8 import dispatch
+
+        return dispatch.wgrad(dy_codes, dy_scale, x_codes, x_scale, out, accumulate)
     dw = reference.gemm_wgrad(dy_codes, dy_scale, x_codes, x_scale)
+    return out.add_(dw) if accumulate else out.copy_(dw)
+
+
+def wgrad_bf16(dy: Tensor, x: Tensor, *, out: Tensor, accumulate: bool = True) -> Tensor:
+    """dW (+)= dY^T X from BF16 dY [T, N] and X [T, K] into `out` FP32 [N, K], summed in FP32: WGrad's BF16 switch."""
+    if dy.is_cuda:
+        if accumulate:
+            return torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
+        return torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
+    dw = dy.float().t() @ x.float()
     return out.add_(dw) if accumulate else out.copy_(dw)

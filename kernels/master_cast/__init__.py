@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from jetrl_kernels.formats import check_policy
 from jetrl_kernels.master_cast import reference
 from jetrl_kernels.quant_weight import QuantizedWeight, quant_weight
 
@@ -53,6 +54,15 @@ def master_cast(
     width = col0 + cols if global_cols is None else global_cols
     if min(row0, col0) < 0 or col0 + cols > width:
         raise ValueError(f"a shard at ({row0}, {col0}) with {cols} columns does not lie in {width} columns")
+    if master.is_cuda:
+        from jetrl_kernels.master_cast import kernel
+
+        into = out if out is not None and out.is_contiguous() else _empty(master)
+        grid = master.detach().reshape(-1, cols)
+        grid = grid if grid.stride(1) == 1 else grid.contiguous()
+        noise = (seed, step, tensor_id) if rounding == "stochastic" else None
+        kernel.cast(grid, into.view(-1, cols), noise, (row0, col0, width))
+        return into if out is None or into is out else out.copy_(into)
     if rounding == "nearest":
         result = master.detach().to(torch.bfloat16)
     else:
@@ -68,8 +78,30 @@ def master_quant(
 
     `position` is passed to `master_cast` (seed, step, tensor_id, row0, col0, global_cols).
     """
+    if master.is_cuda and master.dim() == 2:
+        from jetrl_kernels.quant_weight import kernel
+
+        _check(master, rounding)
+        check_policy(policy)
+        weight = _empty(master)
+        noise = (position.get("seed", 0), position.get("step", 0), position.get("tensor_id", 0))
+        col0 = position.get("col0", 0)
+        where = (position.get("row0", 0), col0, position.get("global_cols") or col0 + master.shape[1])
+        quantized = kernel.quantize_tiles(
+            master.detach(),
+            policy,
+            transposed=transposed,
+            bf16_out=weight,
+            stochastic=noise if rounding == "stochastic" else None,
+            position=where,
+        )
+        return weight, QuantizedWeight(*quantized)
     weight = master_cast(master, rounding, **position)
     return weight, quant_weight(weight, policy, transposed)
+
+
+def _empty(master: Tensor) -> Tensor:
+    return torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
 
 
 def _check(master: Tensor, rounding: str) -> None:

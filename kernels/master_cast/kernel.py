@@ -1,5 +1,6 @@
 """FP32 -> BF16 with counter-based noise in Triton; same bits as `reference.py`."""
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton
@@ -9,11 +10,6 @@ from torch import Tensor
 from jetrl_kernels.triton_lib import bf16_from_bits, to_bf16
 
 ROWS, COLS, WARPS = 8, 512, 4
-
-
-@triton.jit
-def _half(word, lane):
-    return ((word >> ((lane & 1) * 16).to(tl.uint32)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -41,10 +37,12 @@ def random_bits(
         # [..., a, b] of join(join(w0, w1), join(w2, w3)) is word 2 b + a: swap, then split each word in two halves.
         words = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 1, 3, 2))
         halves = tl.join(words & 0xFFFF, words >> 16)
-        return tl.reshape(halves, (ROWS, COLS)).to(tl.int32)
-    lane = (index & 7).to(tl.int32)
-    word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
-    return _half(word, lane)
+        bits = tl.reshape(halves, (ROWS, COLS)).to(tl.int32)
+    else:
+        lane = (index & 7).to(tl.int32)
+        word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
+        bits = ((word >> ((lane & 1) * 16).to(tl.uint32)) & 0xFFFF).to(tl.int32)
+    return bits
 
 
 @triton.jit

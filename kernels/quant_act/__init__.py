@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,14 @@ def _as_bf16(x: Tensor) -> Tensor:
     return x.detach().to(torch.bfloat16)
 
 
+def _implementation(x: Tensor) -> Any:
+    if not x.is_cuda:
+        return reference
+    from jetrl_kernels.quant_act import kernel
+
+    return kernel
+
+
 def quant_act(x: Tensor, policy: str = "pow2") -> tuple[Tensor, Tensor]:
     """Row-wise FP8 of an activation, the operand of FProp and DGrad.
 
@@ -30,7 +40,7 @@ def quant_act(x: Tensor, policy: str = "pow2") -> tuple[Tensor, Tensor]:
         (stride 1 along tokens, columns padded to 4 tokens), which is what DeepGEMM and cuBLASLt read.
         A group with NaN or Inf has scale NaN and codes 0.
     """
-    return reference.quant_act(_as_bf16(x), policy)
+    return _implementation(x).quant_act(_as_bf16(x), policy)
 
 
 def quant_act_cols(x: Tensor, policy: str = "pow2") -> tuple[Tensor, Tensor]:
@@ -40,12 +50,14 @@ def quant_act_cols(x: Tensor, policy: str = "pow2") -> tuple[Tensor, Tensor]:
         codes E4M3 [channels, tokens] (the GEMM sums over tokens and wants them contiguous) and
         scale FP32 [ceil(tokens/128), channels].
     """
-    return reference.quant_act_cols(_as_bf16(x), policy)
+    return _implementation(x).quant_act_cols(_as_bf16(x), policy)
 
 
 def quant_act_both(x: Tensor, policy: str = "pow2") -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """`(quant_act(x), quant_act_cols(x))` from one read of `x`."""
     x = _as_bf16(x)
+    if x.is_cuda:
+        return _implementation(x).quant_act_both(x, policy)
     return reference.quant_act(x, policy), reference.quant_act_cols(x, policy)
 
 

@@ -4,6 +4,7 @@ A program owns a tile of whole groups: [rows, 128] for the row-wise form, [128, 
 for too. Same bits as `reference.py`.
 """
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl_kernels.formats import scale_shape
+from jetrl_kernels.formats import check_policy, scale_shape
 from jetrl_kernels.quant_weight import reference
 
 __all__ = ["QuantizedWeight", "dequant_weight", "quant_weight"]
@@ -51,6 +51,11 @@ def quant_weight(w: Tensor, policy: str = "pow2", transposed: bool = False) -> Q
         raise ValueError(f"quant_weight takes [out, in], not a tensor of shape {tuple(w.shape)}")
     if w.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"quant_weight takes bfloat16 or float32, not {w.dtype}")
+    check_policy(policy)
+    if w.is_cuda:
+        from jetrl_kernels.quant_weight import kernel
+
+        return QuantizedWeight(*kernel.quantize_tiles(w.detach(), policy, transposed=transposed))
     codes, scale = reference.quant_weight(w.detach(), policy)
     return QuantizedWeight(codes, scale, codes.t().contiguous() if transposed else None)
 

@@ -4,6 +4,7 @@ One program for each tile: the FP32 -> BF16 rounding (nearest or stochastic), th
 transposition happen in registers, from one read. Same bits as the references.
 """
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch

@@ -20,8 +20,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
     Returns:
         [..., H] BF16. Differentiable in `x` and `weight`. A row's result does not depend on the other rows.
+
+    Raises:
+        TypeError: `x` is not BF16. ValueError: `weight` does not fit.
     """
     _check(x, weight)
+    if x.is_cuda:
+        return _GpuNorm.apply(x, None, weight, eps)[0]
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -32,6 +37,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
         x, residual: [..., H] BF16. weight: [H].
     """
     _check(x, weight)
+    if x.is_cuda:
+        return _GpuNorm.apply(x, residual, weight, eps)
     total = x + residual
     return _RmsNorm.apply(total, weight, eps), total
 
@@ -57,3 +64,37 @@ class _RmsNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         dx, dw = reference.rms_norm_backward(grads[0], x, weight, rstd)
         return dx, dw.to(weight.dtype), None
+
+
+class _GpuNorm(torch.autograd.Function):
+    """The same with the residual's addition and its gradient's addition in the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from jetrl_kernels.rms_norm import kernel
+
+        flat = x.reshape(-1, x.shape[-1])
+        added = None if residual is None else residual.reshape(flat.shape)
+        out, total, rstd = kernel.forward(flat, weight, eps, residual=added)
+        assert out.bf16 is not None
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.with_residual = residual is not None
+        total = total.view(x.shape)
+        if residual is None:
+            total = total.detach()
+            ctx.mark_non_differentiable(total)
+        ctx.set_materialize_grads(False)
+        return out.bf16.view(x.shape), total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        from jetrl_kernels.rms_norm import kernel
+
+        dy, d_total = grads
+        total, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return d_total, d_total, None, None
+        d_total = d_total.reshape(total.shape) if d_total is not None and ctx.with_residual else None
+        dx, dw = kernel.backward(dy.reshape(total.shape), total, weight, rstd, d_total)
+        dx = dx.view(dy.shape)
+        return dx, dx if ctx.with_residual else None, dw.to(weight.dtype), None

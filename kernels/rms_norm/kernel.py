@@ -4,6 +4,7 @@ Forward: one program for each row, whose sum has one order for a given H: a row'
 The column-wise FP8 form needs 128 tokens at once; it re-reads `x` in tiles, with the reciprocal RMS of the first pass.
 """
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,6 @@
 """SwiGLU and its backward in Triton, ending in BF16 or straight in FP8 (what the BF16 result would quantize to)."""
 
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton
