@@ -46,6 +46,7 @@ def _logprobs(hidden_states: Tensor, output_layer, output_weight, context, confi
         vocab_size=vocab_size,
         temperature=temperature,
         group=group if group.size() > 1 else None,
+        logits_dtype=torch.float32,
     )
     return torch.stack([logp, entropy])
 

@@ -27,6 +27,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from jetrl_kernels.formats import BLOCK
 from jetrl_kernels.fp8_linear import fp8_linear
+from jetrl_kernels.fused_logprob.chunk import head_logits
 from jetrl_kernels.quant_weight import QuantizedWeight
 from jetrl_megatron.rollout.plugin import NAME
 
@@ -170,12 +171,3 @@ class EmbeddingMethod(QuantizeMethodBase):
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         logits = head_logits(x, layer.weight)
         return logits if bias is None else logits + bias.float()
-
-
-def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """FP32 logits `[T, vocab]` of hidden `[T, hidden]` and weight `[vocab, hidden]`, both BF16."""
-    if hidden.is_cuda:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    # Products of BF16 numbers are exact in float64 and their sum is off by less than an FP32 rounding: the result does
-    # not depend on the order of summation, hence not on the batch, which an FP32 matmul's does.
-    return (hidden.double() @ weight.double().t()).float()

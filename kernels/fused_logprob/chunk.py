@@ -37,9 +37,16 @@ def logits(hidden: Tensor, head: Tensor, spec: Spec) -> Tensor:
         return linear(hidden, head)
     if spec.logits_dtype == torch.bfloat16:
         return linear(hidden, head).to(torch.bfloat16)
+    return head_logits(hidden, head)
+
+
+def head_logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """FP32 logits [t, V] of hidden [t, H] and head [V, H]; the trainer and the engine both call this."""
     if hidden.is_cuda:
         return torch.mm(hidden, head.t(), out_dtype=torch.float32)
-    return linear(hidden.float(), head.float())
+    # Products of BF16 numbers are exact in float64 and their sum is off by less than an FP32 rounding: the result does
+    # not depend on the order of summation, hence not on the batch, which an FP32 matmul's does.
+    return (hidden.double() @ head.double().t()).float()
 
 
 def local_targets(targets: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
