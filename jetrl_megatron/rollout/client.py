@@ -175,6 +175,10 @@ class RolloutEngine:
         """
         return self._call("generate", prompts, seeds, sampling)
 
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Result of a method of the worker extension (`settings.worker_extension`), from every worker of the engine."""
+        return self._call("call_workers", method, *arguments)
+
     def restart(self) -> None:
         """Replace the process by a fresh one, which holds no weights: refit it before the next `generate`."""
         self._kill()

@@ -51,7 +51,9 @@ class Engine:
             distributed_executor_backend="uni" if settings.tp == 1 else "mp",
             max_model_len=settings.max_length,
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+            # vLLM 0.26 on a CPU fails on a seeded request whose prompt is cut ("CPU Generator does not use offset").
+            enable_chunked_prefill=not settings.cpu,
+            max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs, settings.max_length),
             block_size=ATTENTION_BLOCK if settings.cpu else None,
             kv_cache_memory_bytes=settings.kv_bytes if settings.cpu else None,
             gpu_memory_utilization=settings.gpu_memory_utilization,
@@ -63,9 +65,10 @@ class Engine:
         )
         self.llm.init_weight_transfer_engine({"init_info": {"scales": settings.scales}})
         self.version: int | None = None
+        self._updating = False
 
     def facts(self) -> EngineFacts:
-        worker = self.llm.collective_rpc("jetrl_facts")[0]
+        worker = self.call_workers("jetrl_facts")[0]
         rope = worker.get("rope")
         return EngineFacts(
             vllm=vllm_version,
@@ -80,6 +83,10 @@ class Engine:
             },
         )
 
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Result of a method of the worker extension, from every worker."""
+        return self.llm.collective_rpc(method, args=arguments)
+
     def refit(self, message: dict[str, Any]) -> dict[str, int]:
         """Load one chunk of a version; after the last one, drop cached keys and values and digest the live parameters.
 
@@ -92,21 +99,27 @@ class Engine:
         Raises:
             RefitRefused: nothing was changed.
         """
-        problems = [p for worker in self.llm.collective_rpc("jetrl_check", args=(message,)) for p in worker]
+        problems = [p for worker in self.call_workers("jetrl_check", message) for p in worker]
         if problems:
             raise RefitRefused(dict.fromkeys(problems))
-        first, last = message["chunk"] == 0, message["chunk"] + 1 == message["chunks"]
         self.version = None
-        if first:
+        if message["chunk"] == 0:
+            if self._updating:  # a version whose last chunks never came
+                self.llm.finish_weight_update()
             self.llm.start_weight_update()
+            self._updating = True
         self.llm.update_weights({"update_info": {"message": message}})
-        if not last:
+        if message["chunk"] + 1 < message["chunks"]:
             return {}
         self.llm.finish_weight_update()
+        self._updating = False
+        held = set(self.call_workers("jetrl_version"))
+        if held != {message["version"]}:
+            raise RuntimeError(f"workers hold versions {held} after loading {message['version']}")
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
         self.version = message["version"]
-        return merge_digests(self.llm.collective_rpc("jetrl_digests"))
+        return merge_digests(self.call_workers("jetrl_digests"))
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         """One answer to each prompt, in order. The answer depends on prompt, seed, sampling and weights alone.

@@ -34,6 +34,9 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
+        # Waiting threads sleep. Spinning, they starve each other (and the trainer) whenever there are more threads than
+        # cores: measured 1.5 ms against 270 ms for one small FP8 linear on two busy cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     if cpu:
         env |= {

@@ -95,11 +95,12 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         if rank < min(len(message.slots), len(message.segments)):
             expected = {name: (_DTYPE_NAMES[p.dtype], tuple(p.shape)) for name, p in live.items()}
             problems += check_slots(message.slots[rank], expected, message.chunks)
-        if self._pending is not None and not message.same_version(self._pending):
-            problems.append("another version, or other slots, than the chunk before")
-        wanted = 0 if self._pending is None else self._pending.chunk + 1
-        if message.chunk != wanted:
-            problems.append(f"chunk {message.chunk} came where {wanted} of {message.chunks} was due")
+        if message.chunk:  # chunk 0 begins a version, also after one that stayed unfinished
+            due = 0 if self._pending is None else self._pending.chunk + 1
+            if message.chunk != due:
+                problems.append(f"chunk {message.chunk} of {message.chunks} came where chunk {due} was due")
+            elif self._pending is not None and not message.same_version(self._pending):
+                problems.append("another version, or other slots, than the chunk before")
         if problems:
             raise RefitRefused(problems)
         try:
@@ -111,12 +112,10 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
             raise RefitRefused([str(error)]) from error
 
     def finish_weight_update(self) -> None:
-        """Raises RefitRefused if chunks are missing: the engine then has no version until a whole one has come."""
+        """Give the loaded version its number; if chunks are missing there is none until a whole version has come."""
         message, self._pending = self._pending, None
-        if message is None or message.chunk + 1 != message.chunks:
-            got = 0 if message is None else message.chunk + 1
-            raise RefitRefused([f"finished after {got} of {message.chunks if message else '?'} chunks"])
-        self.version = self._last_version = message.version
+        if message is not None and message.chunk + 1 == message.chunks:
+            self.version = self._last_version = message.version
 
     def shutdown(self) -> None:
         self._segment = None

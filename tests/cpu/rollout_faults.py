@@ -1,0 +1,25 @@
+"""A worker extension that looks at live parameters of the engine, and damages them."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from jetrl_megatron.rollout.weight_transfer import WorkerExtension
+
+
+class FaultyWorker(WorkerExtension):
+    def storage(self) -> dict[str, int]:
+        return {name: p.data_ptr() for name, p in self.weight_transfer_engine.parameters.items()}
+
+    def resident_bytes(self) -> int:
+        return psutil.Process().memory_info().rss
+
+    def flip_bit(self, name: str) -> None:
+        self.weight_transfer_engine.parameters[name].view(torch.uint8).view(-1)[1234] ^= 1
+
+    def swap_rows(self, name: str, first: int, second: int, count: int) -> None:
+        rows = self.weight_transfer_engine.parameters[name].view(torch.uint8)
+        kept = rows[first : first + count].clone()
+        rows[first : first + count] = rows[second : second + count]
+        rows[second : second + count] = kept
