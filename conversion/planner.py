@@ -23,7 +23,7 @@ from jetrl_conversion.layout import (
     shard_of,
 )
 from jetrl_conversion.model_spec import ModelSpec, Rule, hf_name
-from jetrl_conversion.parallel import Layout, shard_count
+from jetrl_conversion.parallel import Coords, Layout, shard_count
 from jetrl_conversion.tiles import Violation, quantized_layers, quantized_tensors, violations
 from jetrl_kernels.formats import BLOCK
 
@@ -120,12 +120,13 @@ class Plan:
                 coords = self.dst.coords(dst_rank)
                 by_ep = self._experts_by_source(rule, held_experts(rule, self.dst, coords))
                 overlaps = self._overlap(rule, shard_of(rule, self.dst, coords))
+                turn = index + self._turn(rule, dst_rank, coords)
                 for layer in placement.layers:
                     stage = self._source_placement(rule, layer).stage
                     for o in overlaps:
                         size = _nbytes(o.rows, o.cols, layer in fp8_layers)
                         for ep, experts in by_ep.items():
-                            src_rank, _ = self._pick(rule, o, stage, ep, dst_rank + index + (layer or 0))
+                            src_rank, _ = self._pick(rule, o, stage, ep, turn + (layer or 0))
                             sent[src_rank] += size * len(experts)
                             received[dst_rank] += size * len(experts)
         return sent, received
@@ -141,13 +142,14 @@ class Plan:
                 experts = held_experts(rule, dst, coords)
                 by_ep = self._experts_by_source(rule, experts)
                 overlaps = self._overlap(rule, shard_of(rule, dst, coords))
+                turn = index + self._turn(rule, dst_rank, coords)
                 for layer in placement.layers:
                     source = self._source_placement(rule, layer)
                     if only_stage is not None and source.stage != only_stage:
                         continue
                     for o in overlaps:
                         for ep, held in by_ep.items():
-                            src_rank, at = self._pick(rule, o, source.stage, ep, dst_rank + index + (layer or 0))
+                            src_rank, at = self._pick(rule, o, source.stage, ep, turn + (layer or 0))
                             if only_src is not None and src_rank != only_src:
                                 continue
                             for e in held:
@@ -190,6 +192,15 @@ class Plan:
             ep: range(max(experts.start, ep * each), min(experts.stop, (ep + 1) * each))
             for ep in range(experts.start // each, (experts.stop - 1) // each + 1)
         }
+
+    def _turn(self, rule: Rule, dst_rank: int, coords: Coords) -> int:
+        """Number of this rank among those that draw on the same source ranks, so that these are used in turns."""
+        shards = shard_count(rule, self.dst)
+        ratio = max(1, shards // shard_count(rule, self.src))
+        groups = self.dst.ep if rule.experts > 1 else 1
+        ratio_ep = max(1, groups // self.src.ep)
+        copy = dst_rank % self.dst.inner // (shards * groups)
+        return (copy * ratio + shard_of(rule, self.dst, coords) % ratio) * ratio_ep + coords.ep % ratio_ep
 
     def _pick(self, rule: Rule, overlap: _Overlap, stage: int, ep: int, turn: int) -> tuple[int, tuple[int, int, int]]:
         """The source rank of this rectangle, and (shard, local row, local col) there."""

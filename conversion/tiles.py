@@ -122,6 +122,9 @@ def _tile_reason(spec: ModelSpec, rule: Rule, layout: Layout) -> str | None:
             f"{rule.cols}/{count} = {rule.cols // count} columns per rank are not a multiple of {BLOCK} "
             f"(tile column {tile})"
         )
+    fused = spec.q_rows + 2 * spec.kv_rows
+    if rule.row.split == "qkv" and layout.kind == "megatron" and not spec.head_dim % BLOCK and fused // count % BLOCK:
+        return f"{fused}/{count} = {fused // count} fused QKV rows per rank are not a multiple of {BLOCK}"
     for shard in range(count):
         for block in blocks(spec, rule, layout, shard):
             edges = [(block.row, block.rows, rule.rows), (block.col, block.cols, rule.cols)]
