@@ -18,6 +18,8 @@ CHARACTERS = [chr(c) for c in range(32, 127)] + ["\n", "\t"]
 PIECE = r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]|\s"
 """What may become one token: a word or a sign with its leading blank, a single digit, one white-space character."""
 
+COMMON = 8
+
 BASE_VOCABULARY = len(SPECIAL) + len(CHARACTERS)
 
 
@@ -55,12 +57,20 @@ class TinySizes:
 
 
 def common_pieces(questions: Iterable[str], room: int) -> list[str]:
-    """The `room` most useful multi-character pieces of the questions (saved characters; ties alphabetically)."""
+    """Pieces of several characters that occur in at least 1 of `COMMON` questions: the task's fixed wording.
+
+    What varies between questions (the word to spell, say) stays in characters, or the model could not look inside.
+
+    Returns:
+        At most `room` pieces, those that save most characters first (ties alphabetically).
+    """
     import regex
 
-    counts = Counter(piece for question in questions for piece in regex.findall(PIECE, question) if len(piece) > 1)
-    ranked = sorted(counts.items(), key=lambda kv: (-kv[1] * (len(kv[0]) - 1), kv[0]))
-    return [piece for piece, _ in ranked[: max(room, 0)]]
+    questions = list(questions)
+    found = [set(regex.findall(PIECE, question)) for question in questions]
+    counts = Counter(piece for pieces in found for piece in pieces if len(piece) > 1)
+    common = {piece: count * (len(piece) - 1) for piece, count in counts.items() if count * COMMON >= len(questions)}
+    return sorted(common, key=lambda piece: (-common[piece], piece))[: max(room, 0)]
 
 
 def make_tiny_tokenizer(folder: Path, *, vocabulary: int = 256, questions: Iterable[str] = ()) -> None:
