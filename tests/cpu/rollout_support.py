@@ -16,10 +16,11 @@ from torch import Tensor
 from jetrl_conversion.layout import Layout, pieces
 from jetrl_conversion.model_spec import ModelSpec, load_model_spec
 from jetrl_kernels.fp8_linear import fp8_linear
+from jetrl_kernels.fused_logprob.chunk import head_logits
 from jetrl_kernels.quant_weight import quant_weight
 from jetrl_kernels.rms_norm import rms_norm
 from jetrl_kernels.swiglu import silu_mul
-from jetrl_megatron.engine_ops import Rope, attention, head_logits, rope
+from jetrl_megatron.engine_ops import Rope, attention, rope
 from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, plan_slots, segment_bytes
 from jetrl_megatron.refit.shm import Segment
 
