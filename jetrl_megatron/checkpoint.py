@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from jetrl_conversion.safe_pickle import check_metadata
 from jetrl_megatron.checkpoint_names import path, steps
+from jetrl_megatron.megatron import patches
 from jetrl_megatron.megatron.trainer import Trainer
 
 # `fully_reshardable` is the optimizer layout that loads at any TP, PP and DP.
@@ -31,6 +32,7 @@ def save(trainer: Trainer, output: Path, state: dict[str, Any], keep_last: int) 
     """
     from megatron.core import dist_checkpointing
 
+    patches.quiet_checkpoint_writer()
     final = path(output, state["step"])
     partial = final.with_name(f".{final.name}.partial")
     if dist.get_rank() == 0:

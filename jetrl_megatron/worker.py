@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -18,6 +19,9 @@ from jetrl_megatron.config import Config
 def main(task: str, output: Path) -> int:
     signals.install()
     warnings.filterwarnings("ignore", module="megatron.*")
+    # Megatron's advice about deprecated classes and asynchronous saves is not for the user of a recipe.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     config = Config.from_dict(json.loads((output / "config.json").read_text()))
     from jetrl_megatron.megatron import world

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from jetrl_megatron.config import Config
+from jetrl_megatron.megatron import patches
 
 
 def device_for(config: Config) -> torch.device:
@@ -37,9 +38,7 @@ def initialize(config: Config) -> torch.device:
         )
     if device.type == "cpu":
         torch.set_num_threads(config.train.threads)
-        from jetrl_megatron.megatron import cpu
-
-        cpu.enable()
+        patches.enable_cpu()
     else:
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=config.train.timeout_s)

@@ -100,7 +100,7 @@ def run_case(root: Path, name: str, world: dict[str, int]) -> list[str]:
     model_parallel_cuda_manual_seed(1)
     rank = torch.distributed.get_rank()
     spec, reader = load_model_spec(root / name), HFFolderReader(root / name)
-    layout = Layout("megatron", **world)
+    layout = Layout("megatron", tp=world["tp"], pp=world["pp"], ep=world.get("ep", 1))
     model = build(spec, world, padded_vocab(spec, layout))
     strict = dist_checkpointing.validation.StrictHandling.RETURN_ALL
     state, missing, unexpected = dist_checkpointing.load(
@@ -144,10 +144,10 @@ def check_logits(root: Path, name: str, spec: ModelSpec, model, world: dict[str,
 
 
 def worker(root: Path) -> None:
-    from jetrl_megatron.megatron import cpu
+    from jetrl_megatron.megatron import patches
 
     torch.set_num_threads(1)
-    cpu.enable()
+    patches.enable_cpu()
     torch.distributed.init_process_group("gloo")
     report = {}
     for name, world in cases():

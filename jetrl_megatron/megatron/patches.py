@@ -1,7 +1,10 @@
-"""Every patch this project makes, all of them so that Megatron-core 0.19 runs on a machine without a GPU.
+"""Every patch this project makes, written for Megatron-core 0.19 and refused with another.
 
-Megatron-core asks `torch.cuda` for devices, streams and random states in some sixty places and offers no switch for
-the CPU. Nothing here runs where CUDA is available. Reasons, one by one:
+`quiet_checkpoint_writer`: a synchronous save collects its results through a queue in a process that it starts for
+this (11 s with torch to import, and left behind by a rank that is killed). It writes by threads, so a plain queue does.
+
+`enable_cpu`: Megatron-core asks `torch.cuda` for devices, streams and random states in some sixty places and offers no
+switch for the CPU. It does nothing where CUDA is available. Reasons, one by one:
 
 * `device="cuda"` and `torch.cuda.current_device()` become the CPU device: parameters and buffers are allocated so.
 * `Tensor.type()` reports `torch.cuda.*`: both optimizers refuse parameters whose type has another name.
@@ -14,6 +17,7 @@ the CPU. Nothing here runs where CUDA is available. Reasons, one by one:
 from __future__ import annotations
 
 import contextlib
+import queue
 import warnings
 
 import torch
@@ -55,20 +59,34 @@ class _Stream:
     def synchronize(self) -> None: ...
 
 
-def enable() -> None:
+def _check_version() -> None:
+    import megatron.core
+
+    if not megatron.core.__version__.startswith(MEGATRON_VERSION):
+        raise RuntimeError(
+            f"written for megatron-core {MEGATRON_VERSION}.x, and {megatron.core.__version__} is installed: "
+            f"read {__file__} against its sources first"
+        )
+
+
+def quiet_checkpoint_writer() -> None:
+    """Let synchronous saves of distributed checkpoints stay in this process."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    _check_version()
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
+
+
+def enable_cpu() -> None:
     """Make Megatron-core usable on this CPU; does nothing when CUDA is available or when already enabled."""
     global _mode
     if _mode is not None or torch.cuda.is_available():
         return
     warnings.filterwarnings("ignore", message=".*Apex is not installed.*")
-    import megatron.core
     import megatron.core.tensor_parallel.random as mcore_random
 
-    if not megatron.core.__version__.startswith(MEGATRON_VERSION):
-        raise RuntimeError(
-            f"the CPU path was written for megatron-core {MEGATRON_VERSION}.x and "
-            f"{megatron.core.__version__} is installed"
-        )
+    _check_version()
     cpu, stream = torch.device("cpu"), _Stream()
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
     torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment]
@@ -90,7 +108,7 @@ def enable() -> None:
     _mode.__enter__()
 
 
-def disable() -> None:
+def disable_cpu() -> None:
     """Leave the function mode (the replaced `torch.cuda` functions stay); for tests that share one process."""
     global _mode
     if _mode is not None:
