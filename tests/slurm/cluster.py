@@ -56,7 +56,7 @@ JobRequeue=1
 KillWait=20
 MinJobAge=3600
 ReturnToService=2
-SchedulerParameters=bf_interval=1
+SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
 SchedulerTimeSlice=5
 PriorityType=priority/basic
 {nodes}

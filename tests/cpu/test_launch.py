@@ -1,0 +1,184 @@
+"""`jetrl launch`: rendered scripts against golden files, site files, and everything refused before submission.
+
+After a wanted change: `JETRL_UPDATE_GOLDEN=1 pytest tests/cpu/test_launch.py`, then read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron import site as sites
+from jetrl_megatron.commands import launch
+from jetrl_megatron.config import ConfigError
+from jetrl_megatron.env_list import ENV_SH, effective, entries
+from jetrl_recipes import registry
+
+GOLDEN = Path(__file__).parent / "golden"
+BARE = """\
+[slurm]
+account = "me"
+partition = "gpu"
+exclusive = false
+gres = true
+grace = 900
+time = "1-00:00:00"
+[paths]
+jobs = "/shared/me/jetrl"
+[python]
+bin = "/shared/me/venv/bin"
+"""
+
+
+def site(tmp_path: Path, text: str = sites.EXAMPLE) -> sites.Site:
+    file = tmp_path / "site.toml"
+    file.write_text(text)
+    return sites.load(file)
+
+
+def rendered(tmp_path: Path, recipe: str, overrides: list[str], text: str, **environ: str) -> str:
+    where = site(tmp_path, text)
+    folder = Path("/shared/me/jetrl/runs/r")
+    job = launch.make_job(recipe, overrides, where, run_folder=folder, environ=environ)
+    return launch.render(job, where, "20260101-000000")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "overrides", "text"),
+    [
+        ("container", "qwen3_32b_8k_jetrl", ["grpo.group_size=16", 'data.options={"name": "main"}'], sites.EXAMPLE),
+        ("bare", "qwen3_0_6b_2gpu_bf16", [], BARE),
+        ("cpu", "tiny_cpu_jetrl", ["parallel.nodes=2"], BARE),
+    ],
+)
+def test_golden_script(tmp_path: Path, name: str, recipe: str, overrides: list[str], text: str):
+    script = rendered(tmp_path, recipe, overrides, text)
+    file = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("JETRL_UPDATE_GOLDEN"):
+        file.write_text(script)
+    assert script == file.read_text()
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert rendered(tmp_path, recipe, overrides, text) == script, "rendering leaves something behind"
+
+
+def test_every_variable_reaches_the_container(tmp_path: Path):
+    script = rendered(tmp_path, "qwen3_8b_base_8k_jetrl", [], sites.EXAMPLE, NCCL_ALGO="Ring Tree", HF_TOKEN="secret")
+    line = next(line for line in script.splitlines() if line.startswith("srun --output"))
+    words = shlex.split(line)
+    reached = words[words.index("--container-env") + 1].split(",")
+    exported = [
+        line.split("=")[0].removeprefix("export ") for line in script.splitlines() if line.startswith("export ")
+    ]
+    assert {"NCCL_ALGO", "NCCL_IB_HCA", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER", "JETRL_RUN_DIR"} <= set(reached)
+    assert set(reached) == set(exported) - {"SLURM_UNBUFFEREDIO", "TORCHX_MAX_RETRIES"}
+    assert "export NCCL_ALGO='Ring Tree'" in script
+    assert "HF_TOKEN" not in script
+
+
+def test_one_task_a_node_and_no_launcher_of_nemo_runs(tmp_path: Path):
+    script = rendered(tmp_path, "qwen3_32b_8k_jetrl", [], sites.EXAMPLE)
+    assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n" in script
+    assert "torchrun" not in script
+    assert (
+        "bash slurm/task.sh bash slurm/train.sh qwen3_32b_8k_jetrl --set model.path=/shared/models/Qwen3-32B" in script
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "words"),
+    [
+        ("qwen3_8b_base_8k_jetlr", [], "did you mean 'qwen3_8b_base_8k_jetrl'"),
+        ("qwen3_8b_base_8k_jetrl", ["grpo.group_sise=4"], "did you mean 'grpo.group_size'"),
+        ("qwen3_8b_base_8k_jetrl", ["parallel.nodes=3"], "8 ranks do not divide over 3 nodes"),
+        ("qwen3_8b_base_8k_jetrl", ["train.micro_batch_size=9"], "memory: training needs"),
+        ("qwen3_8b_base_8k_jetrl", ["grpo.group_size=1"], "a group needs at least 2 answers"),
+        ("qwen3_8b_base_8k_jetrl", ["model.path=models/Qwen2.5-0.5B", "parallel.tp=2", "parallel.dp=4"], "tiles break"),
+    ],
+)
+def test_bad_recipe_is_refused_before_anything_is_rendered(
+    tmp_path: Path, recipe: str, overrides: list[str], words: str
+):
+    with pytest.raises(ConfigError, match=words):
+        rendered(tmp_path, recipe, overrides, sites.EXAMPLE)
+
+
+def test_more_gpus_a_node_than_the_cluster_has(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"32 GPUs on 4 nodes are 8 a node, this cluster has 4"):
+        rendered(tmp_path, "qwen3_32b_8k_bf16", [], sites.EXAMPLE.replace("gpus_per_node = 8", "gpus_per_node = 4"))
+
+
+def test_every_recipe_can_be_launched(tmp_path: Path):
+    where = site(tmp_path)
+    for name in registry.names():
+        job = launch.make_job(name, [], where, run_folder=tmp_path, environ={})
+        assert job.nodes * job.gpus_per_node in (0, 2, 8, 32)
+
+
+def test_site_lists_every_problem(tmp_path: Path):
+    text = """
+    acount = 1
+    [slurm]
+    partition = 7
+    time = "four hours"
+    grace = 5
+    [paths]
+    jobs = "relative"
+    [container]
+    image = "x.sqsh"
+    mounts = ["/a"]
+    [python]
+    bin = "/venv/bin"
+    [env]
+    NCCL_IB_HAC = "mlx5"
+    HF_TOKEN = "secret"
+    """
+    with pytest.raises(ConfigError) as error:
+        site(tmp_path, text)
+    found = "\n".join(error.value.problems)
+    for words in (
+        "acount: unknown key",
+        "slurm.partition: 7 is not a str",
+        "slurm.account: missing",
+        "slurm.time: 'four hours' is not a Slurm time",
+        "slurm.grace: 5 s are shorter",
+        "paths.jobs: 'relative' is not an absolute path",
+        "container.mounts: '/a' is not /outside:/inside",
+        "python.bin: the container has its own",
+        "env.NCCL_IB_HAC: not on the list of slurm/env.sh, did you mean 'NCCL_IB_HCA'",
+        "env.HF_TOKEN: not on the list",
+    ):
+        assert words in found
+    assert all(str(tmp_path / "site.toml") in line for line in error.value.problems)
+
+
+def test_container_must_see_the_folders(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"paths.models: /models is under none of container.mounts"):
+        site(tmp_path, sites.EXAMPLE.replace('"/shared/models"', '"/models"'))
+
+
+def test_missing_site_file_says_how_to_write_one(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--example-site"):
+        sites.load(tmp_path / "none.toml")
+
+
+def test_shell_and_python_read_the_same_list():
+    """What `. slurm/env.sh` exports is what `effective` says, for a bare environment and for one with own values."""
+    for own in ({}, {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0 x", "HF_HOME": ""}):
+        script = f'set -eu; . "{ENV_SH}"; for n in ${{JETRL_ENV_NAMES//,/ }}; do printf "%s=%s\\n" "$n" "${{!n}}"; done'
+        result = subprocess.run(["bash", "-c", script], env=own, capture_output=True, text=True, check=True)
+        assert dict(line.split("=", 1) for line in result.stdout.splitlines()) == effective(own)
+        exported = subprocess.run(["bash", "-c", f'. "{ENV_SH}"; env'], env=own, capture_output=True, text=True).stdout
+        names = {line.split("=")[0] for line in exported.splitlines()}
+        assert names & set(entries()) == set(effective(own))
+
+
+def test_precedence_of_values():
+    name = "NCCL_DEBUG"
+    assert effective({})[name] == "WARN"
+    assert effective({}, {name: "INFO"})[name] == "INFO"
+    assert effective({name: "TRACE"}, {name: "INFO"})[name] == "TRACE"
+    assert "NCCL_IB_HCA" not in effective({})
