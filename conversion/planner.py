@@ -8,6 +8,7 @@ FP8 tensor it consists of whole 128 x 128 tiles, so the scales travel as the sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -106,30 +107,39 @@ class Plan:
         return sum(self.bytes_received().values())
 
     def bytes_received(self) -> dict[int, int]:
-        return self._bytes()[1]
+        """Bytes that each destination rank receives."""
+        return dict(self._counts[1])
 
     def bytes_sent(self) -> dict[int, int]:
-        return self._bytes()[0]
+        """Bytes that each source rank sends."""
+        return dict(self._counts[0])
 
-    def _bytes(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Bytes by source rank and by destination rank, counted without making Transfer objects."""
+    def bytes_of(self, rule: Rule) -> int:
+        """Bytes moved for one line of the family's table, over all its layers and experts."""
+        return self._counts[2][rule]
+
+    @functools.cached_property
+    def _counts(self) -> tuple[dict[int, int], dict[int, int], dict[Rule, int]]:
+        """Bytes by source rank, destination rank and rule, counted without making Transfer objects."""
         sent, received = dict.fromkeys(range(self.src.world), 0), dict.fromkeys(range(self.dst.world), 0)
+        by_rule: dict[Rule, int] = {}
         for index, rule in enumerate(self.spec.rules()):
-            fp8_layers = self.quantized.get(rule, ())
+            before, fp8_layers = sum(received.values()), self.quantized.get(rule, ())
+            stages = {layer: self._source_placement(rule, layer).stage for layer in self.spec.layers(rule)}
             for dst_rank, placement in self._destinations(rule, range(self.dst.world)):
                 coords = self.dst.coords(dst_rank)
                 by_ep = self._experts_by_source(rule, held_experts(rule, self.dst, coords))
-                overlaps = self._overlap(rule, shard_of(rule, self.dst, coords))
                 turn = index + self._turn(rule, dst_rank, coords)
-                for layer in placement.layers:
-                    stage = self._source_placement(rule, layer).stage
-                    for o in overlaps:
-                        size = _nbytes(o.rows, o.cols, layer in fp8_layers)
+                for o in self._overlap(rule, shard_of(rule, self.dst, coords)):
+                    as_bf16, as_fp8 = _nbytes(o.rows, o.cols, False), _nbytes(o.rows, o.cols, True)
+                    for layer in placement.layers:
+                        size = as_fp8 if layer in fp8_layers else as_bf16
                         for ep, experts in by_ep.items():
-                            src_rank, _ = self._pick(rule, o, stage, ep, turn + (layer or 0))
+                            src_rank, _ = self._pick(rule, o, stages[layer], ep, turn + (layer or 0))
                             sent[src_rank] += size * len(experts)
                             received[dst_rank] += size * len(experts)
-        return sent, received
+            by_rule[rule] = sum(received.values()) - before
+        return sent, received, by_rule
 
     def _walk(self, dst_ranks: Iterable[int], only_src: int | None) -> Iterator[Transfer]:
         src, dst = self.src, self.dst
