@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_conversion.layout import Layout, pieces
+from jetrl_conversion.layout import Layout, Piece, pieces
 from jetrl_conversion.model_spec import ModelSpec, load_model_spec
 from jetrl_kernels.fp8_linear import fp8_linear
 from jetrl_kernels.fused_logprob.chunk import head_logits
@@ -21,7 +21,7 @@ from jetrl_kernels.quant_weight import quant_weight
 from jetrl_kernels.rms_norm import rms_norm
 from jetrl_kernels.swiglu import silu_mul
 from jetrl_megatron.engine_ops import Rope, attention, rope
-from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, plan_slots, segment_bytes
+from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, TensorSlot, plan_slots, segment_bytes
 from jetrl_megatron.refit.shm import Segment
 
 VLLM = Layout("vllm")
@@ -74,21 +74,32 @@ def quantized_names(spec: ModelSpec) -> set[str]:
 class Sender:
     """Stands in for the trainer's side: writes weights into a segment and makes the messages."""
 
-    def __init__(self, spec: ModelSpec, quantized: Collection[str]):
-        self.spec, self.quantized = spec, quantized
-        biggest = max(segment_bytes(plan_slots(spec, VLLM, 0, quantized, chunks)) for chunks in (1, 3))
-        self.segment = Segment.create(biggest, "test")
+    def __init__(self, spec: ModelSpec, quantized: Collection[str], layout: Layout = VLLM):
+        self.spec, self.quantized, self.layout = spec, quantized, layout
+        self.segments = [
+            Segment.create(segment_bytes(plan_slots(spec, layout, rank, quantized)), f"test{rank}")
+            for rank in range(layout.world)
+        ]
+
+    @property
+    def segment(self) -> Segment:
+        return self.segments[0]
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.unlink()
 
     def messages(self, version: int, weights: Mapping[str, Tensor], chunks: int = 1):
         """One message for each chunk; the segment holds a chunk's bytes while its message is out."""
-        slots = plan_slots(self.spec, VLLM, 0, self.quantized, chunks)
+        slots = tuple(plan_slots(self.spec, self.layout, r, self.quantized, chunks) for r in range(self.layout.world))
         for chunk in range(chunks):
-            self._write([slot for slot in slots if slot.chunk == chunk], weights)
+            for rank, held in enumerate(slots):
+                self._write(rank, [slot for slot in held if slot.chunk == chunk], weights)
             yield RefitMessage(
                 version=version,
                 scales="pow2" if self.quantized else "none",
-                segments=(str(self.segment.path),),
-                slots=(slots,),
+                segments=tuple(str(segment.path) for segment in self.segments),
+                slots=slots,
                 chunk=chunk,
                 chunks=chunks,
             )
@@ -96,19 +107,28 @@ class Sender:
     def message(self, version: int, weights: Mapping[str, Tensor]) -> RefitMessage:
         return next(self.messages(version, weights))
 
-    def _write(self, slots, weights: Mapping[str, Tensor]) -> None:
-        views = {slot.name: self.segment.view(slot) for slot in slots}
-        for piece in pieces(self.spec, VLLM, 0):
-            weight, row, rows = weights[piece.hf_name], piece.local_start[0], piece.size[0]
+    def _write(self, rank: int, slots: list[TensorSlot], weights: Mapping[str, Tensor]) -> None:
+        views = {slot.name: self.segments[rank].view(slot) for slot in slots}
+        for piece in pieces(self.spec, self.layout, rank):
+            weight, name = weights[piece.hf_name], piece.local_name
             if piece.hf_name in self.quantized:
                 q = quant_weight(weight)
-                if piece.local_name in views:
-                    views[piece.local_name][row : row + rows] = q.codes
-                if piece.local_name + SCALE_SUFFIX in views:
-                    first = row // 128
-                    views[piece.local_name + SCALE_SUFFIX][first : first + q.scale.shape[0]] = q.scale
-            elif piece.local_name in views:
-                views[piece.local_name][row : row + rows] = weight
+                _copy(q.codes, views.get(name), piece, 1)
+                _copy(q.scale, views.get(name + SCALE_SUFFIX), piece, 128)
+            else:
+                _copy(weight, views.get(name), piece, 1)
+
+
+def _copy(whole: Tensor, local: Tensor | None, piece: Piece, unit: int) -> None:
+    """The piece of a whole tensor into its place in a local one; `unit` elements of the weight are one of these."""
+    if local is None:
+        return
+    spans = [
+        [slice(start // unit, -(-(start + size) // unit)) for start, size in zip(at, piece.size)]
+        for at in (piece.local_start, piece.hf_start)
+    ]
+    target, source = ([rows] if whole.dim() == 1 else [rows, cols] for rows, cols in spans)
+    local[*target] = whole[*source]
 
 
 def trainer_logprobs(
