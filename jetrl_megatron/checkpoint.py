@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from jetrl_conversion.safe_pickle import check_metadata
@@ -69,6 +71,7 @@ def load(trainer: Trainer, folder: Path) -> dict[str, Any]:
     loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True), str(folder))
     trainer.core.load_state_dict(loaded["model"])
     trainer.optimizer.load_state_dict(loaded["optimizer"])
+    _separate_steps(trainer)
     state = json.loads((folder / "state.json").read_text())
     trainer.version = state["version"]
     trainer.quantize()
@@ -84,10 +87,25 @@ def _sharded(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
+def _torch_adam_states(trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """State of each parameter, where torch's Adam is used (no TE, no apex): it alone counts steps by parameter."""
+    for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        if isinstance(optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            yield from optimizer.optimizer.state.values()
+
+
 def _initialize_adam(trainer: Trainer) -> None:
-    """Give Adam its moments before loading into them: torch's Adam makes them at the first step only."""
+    """Give Adam its state before loading into it: torch's Adam makes it at the first step only, `step` included."""
     for optimizer in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
         optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    for state in _torch_adam_states(trainer):
+        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _separate_steps(trainer: Trainer) -> None:
+    """Megatron's load gives all parameters one `step` tensor, which Adam would then advance once for each of them."""
+    for state in _torch_adam_states(trainer):
+        state["step"] = state["step"].clone()
 
 
 def _sync(folder: Path) -> None:
