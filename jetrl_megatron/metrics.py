@@ -18,11 +18,12 @@ from typing import Any, Protocol
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 
-REQUIRED = (
+_REQUIRED = (
     "step policy_version reward_mean response_length_mean loss grad_norm kl_k1 kl_k3 logprob_abs_diff_mean "
     "logprob_abs_diff_max logprob_mismatch_fraction ess refit_tensors refit_tensors_mismatched refit_bytes "
     "refit_seconds rollout_seconds train_seconds step_seconds rollout_tokens_per_second"
-).split()
+)
+REQUIRED = tuple(_REQUIRED.split())
 """Keys that every line has. Steps count from 1: the line of step n describes the n-th update."""
 
 ETA_WINDOW = 10
@@ -159,7 +160,7 @@ def console_line(values: Mapping[str, Any], total: int, eta: float | None) -> st
         f"grad {_short(values['grad_norm'])}",
         f"kl {values['kl_k3']:.1e}",
         f"|dlogp| {values['logprob_abs_diff_mean']:.1e}",
-        f"fp8 {values['refit_tensors'] - values['refit_tensors_mismatched']}/{values['refit_tensors']} equal",
+        f"refit {values['refit_tensors'] - values['refit_tensors_mismatched']}/{values['refit_tensors']} equal",
     ]
     if values.get("eval_pass_at_1") is not None:
         parts.append(f"eval {values['eval_pass_at_1']:.3f}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import typing
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jetrl_megatron.config import ConfigError, nearest
@@ -70,8 +73,10 @@ class GymTask:
     def _draw(self, *key: object) -> Item | None:
         # One dataset object with a fixed seed; a draw is a random place in it. Neighbouring seeds then share nothing
         # (reasoning-gym adds seed + index, so seed 0 and seed 1 would be the same stream, shifted by one).
+        place = keyed_random(*key).randrange(self._places)
         try:
-            entry = self._dataset[keyed_random(*key).randrange(self._places)]
+            with _global_generators(place):
+                entry = self._dataset[place]
         except IndexError:
             # word_ladder: no puzzle at this place. It also shrinks its size then, which would make what follows
             # depend on what was drawn before.
@@ -79,6 +84,25 @@ class GymTask:
             return None
         answer = "" if entry["answer"] is None else str(entry["answer"])
         return Item(question=entry["question"], answer=answer, metadata=entry["metadata"])
+
+
+@contextmanager
+def _global_generators(seed: int) -> Iterator[None]:
+    """Python's and numpy's global generators seeded inside, untouched outside.
+
+    list_functions draws from the first, pool_matrix reseeds the second: without this an item would depend on the
+    draws before it, and drawing one would change what the trainer's process draws.
+    """
+    import numpy
+
+    python, legacy = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(legacy)
 
 
 def _create(name: str, options: dict[str, Any]) -> tuple[Any, int]:
