@@ -13,10 +13,10 @@ from jetrl_kernels.triton_lib import splitmix64
 
 _ROW_SEED = tl.constexpr(ROW_SEED)
 _COL_SEED = tl.constexpr(COL_SEED)
-WIDTH, ROWS, LOOP, WARPS = 1024, 4, 8, 4
+WIDTH, ROWS, LOOP, WARPS = 256, 16, 8, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "unit0"])
 def _kernel(
     t_ptr,
     partial_ptr,
@@ -31,28 +31,24 @@ def _kernel(
     LOOP: tl.constexpr,
 ):
     """Unit: a word of 4 bytes (BYTES false) or one byte. unit0: its index in the global row."""
-    u = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    position = unit0 + u
-    if BYTES:
-        key = splitmix64(position // 4, _COL_SEED) << ((position % 4) * 8).to(tl.uint64)
-        one = tl.full((1,), 1, tl.uint64)
-    else:
-        key = splitmix64(position, _COL_SEED)
-        one = tl.full((1,), 0x01010101, tl.uint64)
-    key = tl.where(u < units, key, 0)
-    total = tl.zeros((ROWS,), tl.uint64)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS, WIDTH), tl.uint64)
     for step in range(LOOP):
-        r = (tl.program_id(0).to(tl.int64) * LOOP + step) * ROWS + tl.arange(0, ROWS)
+        u = (tl.program_id(1).to(tl.int64) * LOOP + step) * WIDTH + tl.arange(0, WIDTH)
+        position = unit0 + u
         mask = (r < rows)[:, None] & (u < units)[None, :]
+        value = tl.load(t_ptr + r[:, None] * stride + u[None, :], mask=mask, other=0)
         if BYTES:
-            value = tl.load(t_ptr + r[:, None] * stride + u[None, :], mask=mask, other=0).to(tl.uint8).to(tl.uint64)
+            key = splitmix64(position // 4, _COL_SEED) << ((position % 4) * 8).to(tl.uint64)
+            word = value.to(tl.uint8).to(tl.uint64) + 1
         else:
-            value = tl.load(t_ptr + r[:, None] * stride + u[None, :], mask=mask, other=0).to(tl.uint32).to(tl.uint64)
-        row_hash = tl.sum((value + one[None, :]) * key[None, :], axis=1)
-        row_key = tl.where(r < rows, splitmix64(row0 + r, _ROW_SEED), 0)
-        total += row_hash * row_key
+            key = splitmix64(position, _COL_SEED)
+            word = value.to(tl.uint32, bitcast=True).to(tl.uint64) + 0x01010101
+        total += word * tl.where(u < units, key, 0)[None, :]
+    row_key = tl.where(r < rows, splitmix64(row0 + r, _ROW_SEED), 0)
+    total = tl.sum(tl.sum(total, axis=1) * row_key, axis=0)
     index = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(partial_ptr + index, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
+    tl.store(partial_ptr + index, total.to(tl.int64, bitcast=True))
 
 
 def digest_tensor(t: Tensor, row0: int, col0: int) -> Tensor:
@@ -66,7 +62,7 @@ def digest_tensor(t: Tensor, row0: int, col0: int) -> Tensor:
     by_word = not (first % 4 or count % 4 or (raw.stride(0) % 4 and raw.shape[0] > 1) or raw.data_ptr() % 4)
     if by_word:
         raw, first, count = raw.view(torch.int32), first // 4, count // 4
-    grid = (triton.cdiv(raw.shape[0], ROWS * LOOP), triton.cdiv(count, WIDTH))
+    grid = (triton.cdiv(raw.shape[0], ROWS), triton.cdiv(count, WIDTH * LOOP))
     partial = torch.empty(grid, dtype=torch.int64, device=t.device)
     _kernel[grid](
         raw, partial, raw.shape[0], count, raw.stride(0), row0, first, not by_word, WIDTH, ROWS, LOOP, num_warps=WARPS

@@ -17,8 +17,8 @@ from jetrl_kernels.fused_logprob import chunk
 
 __all__ = ["CHUNK_LOGITS", "fused_logprob"]
 
-CHUNK_LOGITS = 1 << 27
-"""Logits of one chunk: 256 MiB in BF16."""
+CHUNK_LOGITS = 1 << 28
+"""Logits of one chunk: 512 MiB in BF16."""
 
 
 def fused_logprob(
@@ -107,7 +107,10 @@ class _FusedLogprob(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if needs_dh else None
         d_head = None
         if needs_dw:
-            d_head = main_grad if main_grad is not None else lm_head.new_zeros(lm_head.shape, dtype=torch.float32)
+            d_head = main_grad if main_grad is not None else lm_head.new_empty(lm_head.shape, dtype=torch.float32)
+            if main_grad is None:
+                d_head[spec.rows if hidden.shape[0] else 0 :].zero_()
+        fresh = main_grad is None
         for span in spec.spans(hidden.shape[0]):
             d_logits = chunk.grad_logits(
                 hidden[span], head, targets[span], (lse[span], entropy[span]), (d_logp[span], d_entropy[span]), spec
@@ -115,7 +118,8 @@ class _FusedLogprob(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(d_logits, head, out=d_hidden[span])
             if d_head is not None:
-                chunk.add_outer(d_head[: spec.rows], d_logits, hidden[span])
+                chunk.add_outer(d_head[: spec.rows], d_logits, hidden[span], accumulate=not fresh)
+                fresh = False
         if d_head is None:
             return d_hidden, None, None, None
         if main_grad is None:

@@ -26,7 +26,11 @@ class Spec:
 
     def spans(self, tokens: int) -> Iterator[slice]:
         """Slices of tokens whose logits stay under the bound."""
-        step = max(1, self.chunk_logits // max(self.rows, 1))
+        most = max(1, self.chunk_logits // max(self.rows, 1))
+        chunks = -(-tokens // most)
+        step = -(-tokens // max(chunks, 1))  # equal chunks, and of whole 128-row tiles where the bound allows
+        if most >= 128:
+            step = min(-(-step // 128) * 128, most // 128 * 128)
         for start in range(0, tokens, step):
             yield slice(start, min(start + step, tokens))
 
@@ -101,9 +105,9 @@ def grad_logits(
     return d.mul_(spec.inverse_temperature).to(hidden.dtype)
 
 
-def add_outer(into: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """into FP32 [V, H] += d_logits^T hidden, products of `hidden.dtype`, sum in FP32."""
+def add_outer(into: Tensor, d_logits: Tensor, hidden: Tensor, *, accumulate: bool) -> None:
+    """into FP32 [V, H] (+)= d_logits^T hidden, products of `hidden.dtype`, sum in FP32."""
     if hidden.dtype == torch.bfloat16:
-        wgrad_bf16(d_logits, hidden, out=into)
+        wgrad_bf16(d_logits, hidden, out=into, accumulate=accumulate)
     else:
-        into.addmm_(d_logits.t(), hidden)
+        into.addmm_(d_logits.t(), hidden, beta=int(accumulate))

@@ -16,27 +16,25 @@ def _statistics_kernel(
     z_ptr, target_ptr, out_ptr, vocab, stride, tokens, vocab_start, inverse_temperature, WIDTH: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    peak = tl.full((WIDTH,), float("-inf"), tl.float32)
+    # Running maximum: one number for the row. Masked lanes hold a number so low that their weight is exactly 0.
+    top = tl.full((), -1e30, tl.float32)
     total = tl.zeros((WIDTH,), tl.float32)
     moment = tl.zeros((WIDTH,), tl.float32)
     for start in range(0, vocab, WIDTH):
         c = start + tl.arange(0, WIDTH)
-        z = tl.load(z_ptr + row * stride + c, mask=c < vocab, other=float("-inf")).to(tl.float32) * inverse_temperature
-        higher = tl.maximum(peak, z)
-        # A lane that has seen nothing keeps -inf: its rescale and weight are 0, not exp(-inf + inf).
-        rescale = tl.where(peak == higher, 1.0, tl.exp(peak - higher))
-        weight = tl.where(z == float("-inf"), 0.0, tl.exp(z - higher))
+        z = tl.load(z_ptr + row * stride + c, mask=c < vocab, other=-1e30).to(tl.float32) * inverse_temperature
+        higher = tl.maximum(top, tl.max(z, axis=0))
+        rescale = tl.exp(top - higher)
+        weight = tl.exp(z - higher)
         total = total * rescale + weight
-        moment = moment * rescale + tl.where(weight > 0, weight * z, 0.0)
-        peak = higher
-    top = tl.max(peak, axis=0)
-    rescale = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - top))
+        moment = moment * rescale + weight * z
+        top = higher
     local = tl.load(target_ptr + row) - vocab_start
     here = (local >= 0) & (local < vocab)
     chosen = tl.load(z_ptr + row * stride + tl.where(here, local, 0)).to(tl.float32) * inverse_temperature
     tl.store(out_ptr + row, top)
-    tl.store(out_ptr + tokens + row, tl.sum(total * rescale, axis=0))
-    tl.store(out_ptr + 2 * tokens + row, tl.sum(moment * rescale, axis=0))
+    tl.store(out_ptr + tokens + row, tl.sum(total, axis=0))
+    tl.store(out_ptr + 2 * tokens + row, tl.sum(moment, axis=0))
     tl.store(out_ptr + 3 * tokens + row, tl.where(here, chosen, 0.0))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetrl_kernels.triton_lib import GROUP, INTERPRETED, to_bf16
 
-BLOCK_M, BLOCK_N, WARPS, STAGES = 64, 128, 4, 4
+BLOCK_M, BLOCK_N, WARPS, STAGES = 64, 128, 4, 3
 
 
 @triton.jit

@@ -31,8 +31,9 @@ def random_bits(
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = (counter >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
-    key = seed.to(tl.uint32).to(tl.uint64)
-    w0, w1, w2, w3 = tl.philox(key, low, high, zero + step.to(tl.uint32), zero + tensor_id.to(tl.uint32))
+    key = tl.cast(seed, tl.uint32).to(tl.uint64)
+    words = zero + tl.cast(step, tl.uint32), zero + tl.cast(tensor_id, tl.uint32)
+    w0, w1, w2, w3 = tl.philox(key, low, high, words[0], words[1])
     if ALIGNED:
         # [..., a, b] of join(join(w0, w1), join(w2, w3)) is word 2 b + a: swap, then split each word in two halves.
         words = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 1, 3, 2))
@@ -56,7 +57,11 @@ def round_stochastic(x, noise):
     return tl.where(finite, bf16_from_bits(rounded >> 16), to_bf16(x))
 
 
-@triton.jit
+# Numbers that change from step to step must not ask for another compilation.
+PLAIN = ["seed", "step", "tensor_id", "row0", "col0"]
+
+
+@triton.jit(do_not_specialize=PLAIN)
 def _cast_kernel(
     x_ptr,
     out_ptr,

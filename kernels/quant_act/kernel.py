@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_kernels import tile_quant
 from jetrl_kernels.formats import BLOCK, blocks
 from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, unit_columns
 
@@ -67,6 +68,8 @@ def _kernel(
 def _run(x: Tensor, policy: str, row: bool, col: bool) -> TileOutput:
     x = unit_columns(x)
     rows, cols = x.shape
+    if col and tile_quant.accepts("identity", cols, x):
+        return tile_quant.quantize("identity", x, cols, policy, row=row)
     out = TileOutput(rows, cols, x.device, bf16=False, row=row, col=col)
     if x.numel():
         height = BLOCK if col else ROWS

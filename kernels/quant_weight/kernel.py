@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_kernels.formats import scale_shape
-from jetrl_kernels.master_cast.kernel import random_bits, round_stochastic
+from jetrl_kernels.master_cast.kernel import PLAIN, random_bits, round_stochastic
 from jetrl_kernels.triton_lib import GROUP, block_scale, magnitude_bits, quantize, to_bf16, to_f32
 
 WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def _tile_kernel(
     w_ptr,
     bf16_ptr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_kernels import tile_quant
 from jetrl_kernels.formats import BLOCK, blocks
 from jetrl_kernels.triton_lib import (
     GROUP,
@@ -55,7 +56,8 @@ def _row_kernel(
         x = to_bf16(to_f32(x) + to_f32(tl.load(residual_ptr + row * cols + c, mask=mask, other=0.0)))
         tl.store(total_ptr + row * cols + c, x, mask=mask)
     value = to_f32(x)
-    mean = tl.sum(value * value, axis=0) / cols
+    # The sum is taken in FP64: its order, which the compiler picks anew for each variant of this kernel, cannot show.
+    mean = (tl.sum((value * value).to(tl.float64), axis=0) / cols).to(tl.float32)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     tl.store(rstd_ptr + row, rstd)
     if BF16 or ROW:
@@ -140,24 +142,34 @@ def _backward_kernel(
     mask = c < cols
     weight = to_f32(tl.load(weight_ptr + c, mask=mask, other=0.0))
     dw = tl.zeros((WIDTH,), tl.float32)
-    first = tl.program_id(0) * rows_each
-    for row in range(first, tl.minimum(first + rows_each, rows)):
+    row = tl.program_id(0) * rows_each
+    last = tl.minimum(row + rows_each, rows)
+    # The next row is loaded before this one is worked on: otherwise the loop waits for memory at every row.
+    at = row * tl.cast(cols, tl.int64) + c
+    x_next = tl.load(x_ptr + at, mask=mask & (row < last), other=0.0)
+    dy_next = tl.load(dy_ptr + at, mask=mask & (row < last), other=0.0)
+    for _ in range(rows_each):
+        live = mask & (row < last)
         at = row * tl.cast(cols, tl.int64) + c
-        dy = to_f32(tl.load(dy_ptr + at, mask=mask, other=0.0))
-        rstd = tl.load(rstd_ptr + row)
-        normed = to_f32(tl.load(x_ptr + at, mask=mask, other=0.0)) * rstd
+        x, dy = to_f32(x_next), to_f32(dy_next)
+        ahead = mask & (row + 1 < last)
+        x_next = tl.load(x_ptr + at + cols, mask=ahead, other=0.0)
+        dy_next = tl.load(dy_ptr + at + cols, mask=ahead, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < last, other=0.0)
+        normed = x * rstd
         scaled = dy * weight
         mean = tl.sum(scaled * normed, axis=0) / cols
         dx = to_bf16(rstd * (scaled - normed * mean))
         if RESIDUAL:
-            dx = to_bf16(to_f32(dx) + to_f32(tl.load(d_total_ptr + at, mask=mask, other=0.0)))
-        tl.store(dx_ptr + at, dx, mask=mask)
+            dx = to_bf16(to_f32(dx) + to_f32(tl.load(d_total_ptr + at, mask=live, other=0.0)))
+        tl.store(dx_ptr + at, dx, mask=live)
         dw += dy * normed
+        row += 1
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * cols + c, dw, mask=mask)
 
 
 def _warps(width: int) -> int:
-    return max(1, min(16, width // 1024))
+    return max(1, min(8, width // 1024))
 
 
 def forward(
@@ -175,33 +187,36 @@ def forward(
     x = x.contiguous()
     rows, cols = x.shape
     weight = weight.detach().to(torch.bfloat16).contiguous()
-    out = TileOutput(rows, cols, x.device, bf16=bf16, row=row, col=col)
     total = torch.empty_like(x) if residual is not None else x
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    if not x.numel():
+    # With `col` the first pass only adds the residual and finds rstd; the outputs come from the tiles.
+    row_out = None if col else TileOutput(rows, cols, x.device, bf16=bf16, row=row, col=False)
+    if x.numel():
+        width = max(BLOCK, triton.next_power_of_2(cols))
+        _row_kernel[(rows,)](
+            x,
+            x if residual is None else residual.contiguous(),
+            weight,
+            total,
+            *((x, x, rstd) if row_out is None else row_out.args()[:3]),
+            rstd,
+            cols,
+            0 if row_out is None else row_out.args()[3],
+            eps,
+            policy == "pow2",
+            residual is not None,
+            bf16 and not col,
+            row and not col,
+            width,
+            num_warps=_warps(width),
+        )
+    if row_out is not None:
+        return row_out, total, rstd
+    if tile_quant.accepts("norm", cols, total):
+        out = tile_quant.quantize("norm", total, cols, policy, row=row, bf16=bf16, weight=weight, rstd=rstd)
         return out, total, rstd
-    width = max(BLOCK, triton.next_power_of_2(cols))
-    bf16_ptr, codes, scale, scale_stride, *_ = out.args()
-    _row_kernel[(rows,)](
-        x,
-        x if residual is None else residual.contiguous(),
-        weight,
-        total,
-        bf16_ptr,
-        codes,
-        scale,
-        rstd,
-        cols,
-        scale_stride,
-        eps,
-        policy == "pow2",
-        residual is not None,
-        bf16 and not col,
-        row and not col,
-        width,
-        num_warps=_warps(width),
-    )
-    if col:
+    out = TileOutput(rows, cols, x.device, bf16=bf16, row=row, col=True)
+    if x.numel():
         _tile_kernel[(triton.cdiv(rows, BLOCK), blocks(cols))](
             total, weight, rstd, rows, cols, *out.args(), policy == "pow2", *out.flags, num_warps=WARPS_TILE
         )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_kernels import tile_quant
 from jetrl_kernels.formats import BLOCK, blocks
 from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, to_bf16, to_f32, unit_columns
 
@@ -40,7 +41,7 @@ def _forward_kernel(
     at = x_ptr + r.to(tl.int64)[:, None] * x_stride + c[None, :]
     gate = to_f32(tl.load(at, mask=mask, other=0.0))
     up = to_f32(tl.load(at + cols, mask=mask, other=0.0))
-    activated = to_bf16(tl.div_rn(gate, 1.0 + tl.exp(-gate)))
+    activated = to_bf16(gate / (1.0 + tl.exp(-gate)))
     y = to_bf16(to_f32(activated) * up)
     emit_tile(
         y,
@@ -93,7 +94,7 @@ def _backward_kernel(
     at = x_ptr + r64[:, None] * x_stride + c[None, :]
     gate = to_f32(tl.load(at, mask=mask, other=0.0))
     up = to_f32(tl.load(at + half, mask=mask, other=0.0))
-    s = tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + tl.exp(-gate))
+    s = 1.0 / (1.0 + tl.exp(-gate))
     # Two tiles of one output of width 2 * half; the first one's columns end at `half`.
     for side in tl.static_range(2):
         slope = up * (1.0 + gate * (1.0 - s)) if side == 0 else gate
@@ -124,6 +125,8 @@ def forward(gate_up: Tensor, policy: str, *, bf16: bool, row: bool, col: bool) -
     """silu(gate) * up [rows, F] of [rows, 2F] in the forms asked for."""
     x = unit_columns(gate_up)
     rows, cols = x.shape[0], x.shape[1] // 2
+    if col and tile_quant.accepts("swiglu", cols, x):
+        return tile_quant.quantize("swiglu", x, cols, policy, row=row, bf16=bf16)
     out = TileOutput(rows, cols, x.device, bf16=bf16, row=row, col=col)
     if x.numel():
         height = BLOCK if col else ROWS
@@ -147,6 +150,8 @@ def backward(dy: Tensor, gate_up: Tensor, policy: str, *, bf16: bool, row: bool,
     rows, half = x.shape[0], x.shape[1] // 2
     if half % BLOCK:
         raise ValueError(f"the fused backward needs a multiple of {BLOCK}, not {half}")
+    if col and tile_quant.accepts("swiglu_backward", 2 * half, x, dy):
+        return tile_quant.quantize("swiglu_backward", x, 2 * half, policy, row=row, bf16=bf16, dy=dy)
     out = TileOutput(rows, 2 * half, x.device, bf16=bf16, row=row, col=col)
     if x.numel():
         height = BLOCK if col else ROWS

@@ -110,7 +110,7 @@ def test_digest_has_the_cpu_value(dtype):
     from jetrl_kernels.digest import kernel, reference
 
     torch.manual_seed(3)
-    shapes = [(1, 1), (3, 5), (40, 1030)] if INTERPRETED else [(1, 1), (3, 5), (999, 1030), (4096, 12288)]
+    shapes = [(1, 1), (3, 5), (40, 1030)] if INTERPRETED else [(1, 1), (3, 5), (999, 1030), (700, 12288)]
     for rows, cols in shapes:
         t = torch.randint(0, 250, (rows, cols)).to(dtype)
         for row0, col0 in ((0, 0), (17, 3), (2**33, 128)):
