@@ -44,6 +44,8 @@ def engine_environment(
             "TORCHDYNAMO_DISABLE": "1",
             # Split sums of long contexts would depend on the number of threads and on the batch.
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
+            # Each worker of a tensor-parallel engine would claim a NUMA node for itself.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "CUDA_VISIBLE_DEVICES": "",
         }
     elif devices is not None:
