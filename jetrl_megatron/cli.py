@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from click.exceptions import Exit
 
-from jetrl_megatron.config import ConfigError
+from jetrl_megatron.commands import bench_convert, bench_step, convert, verify_checkpoint
+from jetrl_megatron.config import ConfigError, nearest
 
 app = typer.Typer(
     name="jetrl",
@@ -79,9 +80,99 @@ def evaluate(
     run(target, set_, recipe)
 
 
-_COMMANDS = {
-    "convert": ("jetrl_megatron.commands.convert", "Convert checkpoints between layouts and formats."),
-}
+@app.command()
+def launch(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe; see jetrl train --list.")],
+    set_: Set = [],  # noqa: B006
+    executor: Annotated[str, typer.Option(help="slurm or local.")] = "slurm",
+    site: Annotated[Path | None, typer.Option(help="Site file; ~/.config/jetrl/site.toml by default.")] = None,
+    output: Output = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the sbatch script and stop.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show the job's log and return its result.")] = False,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Package the last commit despite changes.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help="GPU of the cluster, for the memory check.")] = "h100",
+) -> None:
+    """Submit a recipe to Slurm, or run it here, through NeMo-Run.
+
+    Example: jetrl launch qwen3_8b_8k_jetrl --site site.toml --dry-run
+    """
+    from jetrl_megatron.commands.launch import run
+
+    if executor not in ("slurm", "local"):
+        raise ConfigError([f"--executor {executor!r}: {nearest(executor, ('slurm', 'local'))}"])
+    raise Exit(
+        run(
+            recipe,
+            set_,
+            executor=executor,
+            site=site,
+            output=output,
+            dry_run=dry_run,
+            follow=follow,
+            allow_dirty=allow_dirty,
+            device=gpu,
+        )
+    )
+
+
+@app.command()
+def estimate(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    set_: Set = [],  # noqa: B006
+    nodes: Annotated[int | None, typer.Option(help="Spread the recipe over this many nodes.")] = None,
+    gpu: Annotated[str, typer.Option(help="GPU whose peak and bandwidth are used.")] = "h100",
+) -> None:
+    """Memory per GPU and a first-order step time of a recipe, from data-sheet figures: an estimate.
+
+    Example: jetrl estimate qwen3_8b_8k_jetrl --nodes 2
+    """
+    from jetrl_megatron.commands.estimate import run
+
+    run(recipe, set_, nodes, gpu)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, each with a metrics.jsonl.")],
+    output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("jetrl.png"),
+) -> None:
+    """Overlay runs in one picture: reward, KL, log-prob difference, times.
+
+    Example: jetrl plot outputs/tiny_cpu_bf16 outputs/tiny_cpu_mixed outputs/tiny_cpu_jetrl --output modes.png
+    """
+    from jetrl_megatron.commands.plot import run
+
+    run(runs, output)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str, typer.Argument(help="Also check what this recipe needs.")] = "",
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Versions, devices, usable backends and why others are not, and the numerics variables in effect.
+
+    Example: jetrl doctor tiny_cpu_jetrl
+    """
+    from jetrl_megatron.commands.doctor import run
+
+    raise Exit(run(recipe or None, json_))
+
+
+def _group(name: str, text: str) -> typer.Typer:
+    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(group, name=name)
+    return group
+
+
+app.add_typer(convert.app, name="convert")
+verify = _group("verify", "Prove that two checkpoints, or trainer and engine, agree.")
+verify.command()(verify_checkpoint.checkpoint)
+bench = _group("bench", "Measure parts of the system.")
+bench.command()(bench_convert.convert)
+bench.command()(bench_step.step)
 
 
 def main() -> None:

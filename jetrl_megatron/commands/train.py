@@ -34,10 +34,10 @@ def run_sft(recipe: str, overrides: Sequence[str], output: Path) -> None:
 
 
 def print_recipes() -> None:
-    from jetrl_recipes import registry
+    """The table of all recipes: name, model, GPUs, memory, purpose."""
+    from jetrl_megatron.commands.estimate import list_text
 
-    for name, config in registry.all().items():
-        print(f"{name:32} {config.purpose}")
+    print(list_text())
 
 
 def _prepared_model(config: Config) -> Path:

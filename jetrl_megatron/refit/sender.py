@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jetrl_conversion.planner import Transfer, plan_reshard
+from jetrl_conversion.planner import plan_reshard
 from jetrl_kernels.quant_weight import QuantizedWeight, quant_weight
 from jetrl_megatron.layouts import fp8_tensors, rollout_layout, trainer_layout
 from jetrl_megatron.megatron.model import fp8_layers
 from jetrl_megatron.megatron.trainer import Trainer
 from jetrl_megatron.refit.digests import merge_digests, rank_digests
 from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, TensorSlot, plan_slots, segment_bytes
+from jetrl_megatron.refit.rectangles import cut, pairs, parts
 from jetrl_megatron.refit.shm import Segment
 from jetrl_megatron.rollout.pool import EnginePool
 
@@ -135,25 +136,20 @@ class RefitSender:
         rank = dist.get_rank()
         if self.near[rank]:
             for transfer in self.plan.sends(rank):
-                for source, target in self._rectangles(transfer, parameters, slots):
+                for source, target in pairs(transfer, parameters, lambda at, name: self._view(at, slots, name)):
                     target.copy_(source)
         for far in (r for r, near in enumerate(self.near) if not near):
             if rank == far:
                 for transfer in self.plan.sends(rank):
-                    for name, at, size, _, _ in _parts(transfer):
-                        dist.send(_as_bytes(_cut(parameters[name], at, size).contiguous()), dst=0)
+                    for name, at, size, _, _ in parts(transfer):
+                        dist.send(_as_bytes(cut(parameters[name], at, size).contiguous()), dst=0)
             elif rank == 0:
                 for transfer in self.plan.sends(far):
-                    for _, _, size, name, at in _parts(transfer):
-                        target = _cut(self._view(transfer.dst_rank, slots, name), at, size)
+                    for _, _, size, name, at in parts(transfer):
+                        target = cut(self._view(transfer.dst_rank, slots, name), at, size)
                         buffer = torch.empty(size if target.dim() == 2 else size[:1], dtype=target.dtype)
                         dist.recv(_as_bytes(buffer), src=far)
                         target.copy_(buffer)
-
-    def _rectangles(self, transfer: Transfer, parameters: Mapping[str, Tensor], slots: list[dict[str, TensorSlot]]):
-        for source, source_at, size, target, target_at in _parts(transfer):
-            view = self._view(transfer.dst_rank, slots, target)
-            yield _cut(parameters[source], source_at, size), _cut(view, target_at, size)
 
     def _view(self, dst_rank: int, slots: list[dict[str, TensorSlot]], name: str) -> Tensor:
         return self.segments[dst_rank].view(slots[dst_rank][name])
@@ -163,26 +159,6 @@ class RefitSender:
         parts: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(parts, part)
         return merge_digests(parts)
-
-
-Rectangle = tuple[int, int]
-
-
-def _parts(transfer: Transfer) -> list[tuple[str, Rectangle, Rectangle, str, Rectangle]]:
-    """(source, its start, size, target, its start) of a transfer's codes and, if it is FP8, of its scales."""
-    t = transfer
-    parts = [(t.src_local, t.src_start, t.size, t.dst_local, t.dst_start)]
-    if t.quantized:
-        source_at, target_at, size = t.scale
-        parts.append((t.src_local + SCALE_SUFFIX, source_at, size, t.dst_local + SCALE_SUFFIX, target_at))
-    return parts
-
-
-def _cut(tensor: Tensor, at: Rectangle, size: Rectangle) -> Tensor:
-    """The rectangle of a 2-D tensor, or the run of a 1-D one (n x 1 to the plan)."""
-    if tensor.dim() == 1:
-        return tensor[at[0] : at[0] + size[0]]
-    return tensor[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
