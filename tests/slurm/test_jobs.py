@@ -1,0 +1,117 @@
+"""Real training jobs on a real two-node Slurm: one rank and its files on each node, nothing shared but the folders.
+
+The same four steps run twice: submitted with `sbatch slurm/train.sbatch` and left alone; launched with `jetrl launch`,
+asked to stop half-way by SIGTERM, re-queued by itself and finished. Both must write the same metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import REPO, Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+RECIPE = "tiny_cpu_jetrl"
+SMALL = {
+    "parallel.nodes": 2,
+    "train.steps": 4,
+    "train.checkpoint_every": 2,
+    "sft.steps": 5,
+    "grpo.prompts_per_step": 4,
+    "grpo.group_size": 4,
+    "rollout.max_response_tokens": 16,
+    "data.eval_size": 4,
+}
+SET = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+JETRL = str(Path(sys.executable).parent / "jetrl")
+CLOCK = ("seconds", "per_second", "_gib", "memory")
+"""Metrics with these words depend on the machine's mood."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    """Seen by both nodes, for all tests here: the tiny model is made once."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="jetrl-jobs-", dir="/var/tmp") as name:
+        yield Path(name)
+
+
+def metrics(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{k: v for k, v in line.items() if not any(word in k for word in CLOCK)} for line in lines]
+
+
+def cache(folder: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def logs(folder: Path) -> str:
+    files = [f for pattern in ("*.log", "**/*.out") for f in folder.glob(pattern)]
+    return "\n".join(f"--- {f.name}\n{f.read_text()[-6000:]}" for f in files)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(slurm: Cluster, folder: Path) -> list[dict]:
+    run = folder / "uninterrupted"
+    env = cache(folder) | {"JETRL_RUN_DIR": str(run)}
+    options = ["--nodes=2", f"--output={folder}/%x-%j.log"]
+    command = ["sbatch", "--parsable", *options, "slurm/train.sbatch", RECIPE, *SET]
+    job = slurm.run(*command, env=env, cwd=REPO).stdout.strip()
+    assert slurm.wait(job, timeout=1200)["JobState"] == "COMPLETED", logs(folder)
+    text = (folder / f"jetrl-{job}.log").read_text()
+    assert "environment of this job" in text and "NCCL_DEBUG=WARN" in text
+    return metrics(run)
+
+
+def test_sbatch_trains_on_two_nodes(uninterrupted: list[dict]):
+    assert [line["step"] for line in uninterrupted] == [1, 2, 3, 4]
+    assert all(line["refit_tensors_mismatched"] == 0 and line["refit_tensors"] > 0 for line in uninterrupted)
+
+
+def test_launched_job_is_stopped_and_finishes_with_the_same_metrics(
+    slurm: Cluster, folder: Path, uninterrupted: list[dict]
+):
+    site = folder / "site.toml"
+    site.write_text(
+        f'[slurm]\naccount = "any"\npartition = "main"\nexclusive = true\n[paths]\njobs = "{folder}/jobs"\n'
+        f'[python]\nbin = "{Path(sys.executable).parent}"\n'
+    )
+    run = folder / "stopped"
+    # What is packaged is the last commit; other changes of a developer's tree are no matter here.
+    options = ["--site", str(site), "--output", str(run), "--allow-dirty"]
+    launched = slurm.run(JETRL, "launch", RECIPE, *SET, *options, env=cache(folder), cwd=folder)
+    job = launched.stdout.split()[1]
+    deadline = time.monotonic() + 900
+    while len(metrics(run)) < 2:
+        assert slurm.job(job)["JobState"] in ("PENDING", "RUNNING", "CONFIGURING"), logs(folder)
+        assert time.monotonic() < deadline, logs(folder)
+        time.sleep(0.5)
+    slurm.run("scancel", "--signal=TERM", job)
+    slurm.wait(job, "PENDING", timeout=300)
+    assert len(metrics(run)) < 4, "stopped too late to mean anything"
+    result = slurm.wait(job, timeout=1200)
+    assert (result["JobState"], result["Restarts"]) == ("COMPLETED", "1"), logs(folder)
+    assert metrics(run) == uninterrupted
+
+
+def test_bad_recipe_never_reaches_the_queue(slurm: Cluster, shared: Path):
+    site = shared / "site.toml"
+    site.write_text(f'[slurm]\naccount = "any"\npartition = "main"\n[paths]\njobs = "{shared}/jobs"\n')
+    before = slurm.run("squeue", "-h", "-t", "all", "-o", "%i").stdout
+    for wrong in (
+        ["tiny_cpu_jetlr"],
+        [RECIPE, "--set", "parallel.nodes=3"],
+        ["qwen3_8b_base_8k_jetrl", "--set", "parallel.tp=3"],
+    ):
+        result = slurm.run(JETRL, "launch", *wrong, "--site", str(site), "--allow-dirty", check=False, cwd=shared)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert result.stderr.startswith("error: ")
+    assert slurm.run("squeue", "-h", "-t", "all", "-o", "%i").stdout == before
+    assert not (shared / "jobs").exists()
