@@ -22,6 +22,8 @@ __all__ = ["accepts", "quantize"]
 MODES = {"identity": 0, "norm": 1, "swiglu": 2, "swiglu_backward": 3}
 MIN_BLOCKS = {"identity": 3, "norm": 3, "swiglu": 3, "swiglu_backward": 3}
 """Blocks that must fit one multiprocessor, which bounds the registers of each: measured best."""
+RUN = 8
+"""Token groups in a band of blocks that run together: measured best."""
 
 
 class _Arguments(ctypes.Structure):
@@ -41,8 +43,9 @@ def _source() -> str:
 
 
 @functools.cache
-def _kernel(mode: str, pow2: bool, row: bool, bf16: bool, min_blocks: int) -> cuda_lib.Kernel:
-    macros = {"MODE": MODES[mode], "POW2": int(pow2), "ROW": int(row), "BF16OUT": int(bf16), "MIN_BLOCKS": min_blocks}
+def _kernel(mode: str, pow2: bool, row: bool, bf16: bool, min_blocks: int, band: int) -> cuda_lib.Kernel:
+    macros = {"MODE": MODES[mode], "POW2": int(pow2), "ROW": int(row), "BF16OUT": int(bf16)}
+    macros |= {"MIN_BLOCKS": min_blocks, "RUN": band}
     return cuda_lib.Kernel(_source(), "tile_quant", macros, 256)
 
 
@@ -97,5 +100,6 @@ def quantize(
         {"swiglu": cols, "swiglu_backward": cols // 2}.get(mode, 0),
         *tiles,
     )
-    _kernel(mode, policy == "pow2", row, bf16, MIN_BLOCKS[mode]).launch(tiles[0] * tiles[1], arguments, x.device)
+    kernel = _kernel(mode, policy == "pow2", row, bf16, MIN_BLOCKS[mode], RUN)
+    kernel.launch(tiles[0] * tiles[1], arguments, x.device)
     return out

@@ -7,7 +7,8 @@
 // XORed with the channel group: neither the writes nor the reads have bank conflicts.
 //
 // Same bits as kernels/quant_act/reference.py. Magnitudes are compared as integers (15 low bits of BF16), which orders
-// NaN over Inf over finite numbers. Compile-time switches (macros): MODE, POW2, ROW, BF16OUT.
+// NaN over Inf over finite numbers. Compile-time switches (macros): MODE, POW2, ROW, BF16OUT, MIN_BLOCKS
+// (of a multiprocessor), RUN (below).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -86,14 +87,16 @@ struct Arguments {
     int rows, cols, half, tiles_t, tiles_c;
 };
 
-// Which tile a block owns: runs of 8 token groups, so that blocks that run together share rows and columns.
+// Which tile a block owns: bands of RUN token groups, channel by channel, so that blocks that run together share both
+// rows of the input and rows of the transposed output. The two halves of a SwiGLU gradient, which read the same input,
+// follow each other.
 __device__ __forceinline__ void tile_of_block(const Arguments& a, int& tile_t, int& tile_c) {
-    const int run = 8;
-    int band = blockIdx.x / (run * a.tiles_c);
-    int inside = blockIdx.x - band * run * a.tiles_c;
-    int height = min(run, a.tiles_t - band * run);
+    const int band = blockIdx.x / (RUN * a.tiles_c);
+    const int inside = blockIdx.x - band * RUN * a.tiles_c;
+    const int height = min(RUN, a.tiles_t - band * RUN);
     tile_c = inside / height;
-    tile_t = band * run + inside - tile_c * height;
+    tile_t = band * RUN + inside - tile_c * height;
+    if (MODE == SWIGLU_BACKWARD) tile_c = (tile_c >> 1) + (tile_c & 1) * (a.tiles_c >> 1);
 }
 
 __device__ __forceinline__ uint4 load16(const void* base, long long offset, bool ok) {
