@@ -70,7 +70,9 @@ def relay() -> Iterator[dict[str, str]]:
         def write(number: int, _frame: object) -> None:
             part = path.with_suffix(".part")
             part.write_text(signal.Signals(number).name)
-            part.rename(path)
+            # A second signal may arrive in between, and its handler has then renamed the file already.
+            with contextlib.suppress(FileNotFoundError):
+                part.rename(path)
 
         before = {number: signal.signal(number, write) for number in SIGNALS}
         try:
