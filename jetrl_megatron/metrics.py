@@ -116,7 +116,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files and the bar; harmless when called again."""
-        if self._progress is not None:
+        if self._progress is not None and self._progress.live.is_started:
             self._progress.stop()
         if self._board is not None:
             self._board.close()
