@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def check_layout(config: Config, model_dir: Path) -> None:
 def write_run(config: Config, output: Path) -> None:
     """Write the run's config.json, which its ranks read."""
     output.mkdir(parents=True, exist_ok=True)
-    part = output / ".config.json.partial"
+    # Every node of a job writes the same file.
+    part = output / f".config.json.{socket.gethostname()}.{os.getpid()}"
     config.save(part)
     part.rename(output / "config.json")
 
