@@ -1,6 +1,6 @@
 """What differs between clusters: a small TOML file, `~/.config/jetrl/site.toml` or `--site FILE`.
 
-EXAMPLE below is a complete one; `jetrl launch --example-site` prints it.
+`slurm/site.example.toml` is a complete one.
 """
 
 from __future__ import annotations
@@ -14,40 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_megatron.config import ConfigError, nearest
-from jetrl_megatron.env_list import entries
+from jetrl_megatron.env_list import REPO, entries
 
-EXAMPLE = """\
-# Copy to ~/.config/jetrl/site.toml and change what your cluster calls otherwise.
-
-[slurm]
-account = "my_account"
-partition = "gpu"
-time = "04:00:00"
-gpus_per_node = 8
-# Seconds between the signal that asks a job to save and its end: longer than a step and a save.
-grace = 600
-# Any other sbatch option, by its long name.
-options = { constraint = "h100" }
-
-[paths]
-# Code, logs and runs of jobs; models of recipes. Both seen by all nodes.
-jobs = "/shared/me/jetrl"
-models = "/shared/models"
-
-# Either a container (pyxis) ...
-[container]
-image = "/shared/images/jetrl.sqsh"
-mounts = ["/shared:/shared"]
-
-# ... or, without [container], the bin folder of a virtual environment that all nodes see.
-# [python]
-# bin = "/shared/me/jetrl/.venv/bin"
-
-# Variables of slurm/env.sh that this cluster needs.
-[env]
-NCCL_SOCKET_IFNAME = "ib0"
-NCCL_IB_HCA = "mlx5"
-"""
+EXAMPLE = REPO / "slurm" / "site.example.toml"
 
 
 @dataclass(kw_only=True)
@@ -102,9 +71,7 @@ def load(path: Path | None = None) -> Site:
     """
     path = path or default_path()
     if not path.is_file():
-        raise ConfigError(
-            [f"no site file {path}: write one (jetrl launch --example-site prints an example) or give --site"]
-        )
+        raise ConfigError([f"no site file {path}: copy slurm/site.example.toml there and edit it, or give --site FILE"])
     try:
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -157,7 +124,10 @@ def _problems(site: Site) -> list[str]:
     if site.container.image:
         for key in ("jobs", "models"):
             value = getattr(site.paths, key)
-            if value and not any(Path(value).is_relative_to(str(m).partition(":")[2].partition(":")[0] or "-") for m in site.container.mounts):
+            if value and not any(
+                Path(value).is_relative_to(str(m).partition(":")[2].partition(":")[0] or "-")
+                for m in site.container.mounts
+            ):
                 found.append(f"paths.{key}: {value} is under none of container.mounts, the job would not see it")
     for name, value in site.env.items():
         if name not in entries():
