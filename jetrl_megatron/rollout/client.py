@@ -62,6 +62,7 @@ def engine_settings(
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
         cpu=cpu,
+        sleep=rollout.colocated and not cpu,
     )
     return (
         settings
@@ -96,7 +97,7 @@ class RolloutEngine:
         output: Path,
         replica: int = 0,
         cpu: bool = True,
-        devices: Sequence[int] | None = None,
+        devices: Sequence[int | str] | None = None,
         worker_extension: str | None = None,
     ):
         self.settings = engine_settings(model_dir, config, quantized, cpu=cpu, worker_extension=worker_extension)
@@ -136,7 +137,8 @@ class RolloutEngine:
         """Wait until the engine is up.
 
         Raises:
-            EngineError: it could not be built. EngineDied: it ended, or was not up in `rollout.start_timeout_s`.
+            EngineError: it could not be built, or computes differently than the trainer.
+            EngineDied: it ended, or was not up in `rollout.start_timeout_s`.
         """
         facts = self.facts
         if facts is None:
@@ -145,8 +147,33 @@ class RolloutEngine:
             except EngineError:
                 self._kill()
                 raise
+            problems = self.differences(facts)
+            if problems:
+                self._kill()
+                raise EngineError(
+                    f"engine {self.replica} and trainer would compute differently: " + "; ".join(problems)
+                )
             self.facts = facts
         return facts
+
+    def differences(self, facts: EngineFacts) -> list[str]:
+        """Where a CPU engine's operations are not those that the trainer takes from `jetrl_megatron.engine_ops`."""
+        if not self.settings.cpu:
+            return []
+        from jetrl_kernels.digest import digest
+        from jetrl_megatron.engine_ops import ATTENTION_BLOCK, Rope, attention_isa
+
+        spec = load_model_spec(self.settings.model_dir)
+        expected = {
+            "attention_isa": attention_isa(spec.head_dim),
+            "attention_block": ATTENTION_BLOCK,
+            "rope_digest": digest(Rope.from_hf_config(spec.config).table()),
+        }
+        return [
+            f"{name} is {getattr(facts, name)} in the engine and {ours} in the trainer"
+            for name, ours in expected.items()
+            if getattr(facts, name) != ours
+        ]
 
     def refit(self, message: RefitMessage) -> dict[str, int]:
         """Load one chunk of a version of the weights.
@@ -174,6 +201,12 @@ class RolloutEngine:
             EngineError: the engine failed but lives. EngineDied: its process is gone or did not answer in time.
         """
         return self._call("generate", prompts, seeds, sampling)
+
+    def sleep(self) -> None:
+        """Free the GPU's memory, weights included; the next `refit` wakes the engine. Nothing happens on a CPU."""
+        self._call("sleep")
+        if self.settings.sleep:
+            self.version = None
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Result of a method of the worker extension (`settings.worker_extension`), from every worker of the engine."""

@@ -14,6 +14,7 @@ from jetrl_kernels.digest import digest
 from jetrl_megatron.engine_ops.library import ATTENTION_BLOCK
 from jetrl_megatron.refit.digests import merge_digests
 from jetrl_megatron.refit.message import RefitRefused
+from jetrl_megatron.rollout.gpu.options import gpu_options
 from jetrl_megatron.rollout.plugin import NAME
 from jetrl_megatron.rollout.quantization import quantization_dict
 from jetrl_megatron.rollout.types import Completion, EngineFacts, EngineSettings, GenerationRefused, Sampling
@@ -58,7 +59,7 @@ class Engine:
             kv_cache_memory_bytes=settings.kv_bytes if settings.cpu else None,
             gpu_memory_utilization=settings.gpu_memory_utilization,
             enforce_eager=settings.cpu or settings.enforce_eager,
-            compilation_config={"custom_ops": ["all"]},
+            **({"compilation_config": {"custom_ops": ["all"]}} if settings.cpu else gpu_options(settings)),
             enable_prefix_caching=True,
             disable_log_stats=True,
             seed=0,
@@ -66,6 +67,7 @@ class Engine:
         self.llm.init_weight_transfer_engine({"init_info": {"scales": settings.scales}})
         self.version: int | None = None
         self._updating = False
+        self._asleep = False
 
     def facts(self) -> EngineFacts:
         worker = self.call_workers("jetrl_facts")[0]
@@ -75,9 +77,8 @@ class Engine:
             attention_isa=worker.get("attention_isa"),
             attention_block=self.llm.llm_engine.vllm_config.cache_config.block_size,
             rope_digest=None if rope is None else digest(rope),
-            sampling_defaults={k: v for k, v in self.llm.get_default_sampling_params().to_dict().items() if v}
-            if hasattr(SamplingParams, "to_dict")
-            else {},
+            # Empty unless a generation_config.json got through.
+            sampling_defaults=self.llm.model_config.get_diff_sampling_param(),
             numerics={
                 k: v for k, v in sorted(os.environ.items()) if k.startswith(NUMERICS) and not k.startswith(NOT_NUMERICS)
             },
@@ -103,6 +104,8 @@ class Engine:
         if problems:
             raise RefitRefused(dict.fromkeys(problems))
         self.version = None
+        if self._asleep and message["chunk"] == 0:
+            self.llm.wake_up(tags=["weights"])
         if message["chunk"] == 0:
             if self._updating:  # a version whose last chunks never came
                 self.llm.finish_weight_update()
@@ -116,10 +119,20 @@ class Engine:
         held = set(self.call_workers("jetrl_version"))
         if held != {message["version"]}:
             raise RuntimeError(f"workers hold versions {held} after loading {message['version']}")
+        if self._asleep:
+            # Only now: until the weights are in, the trainer may need the room.
+            self.llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
         self.version = message["version"]
         return merge_digests(self.call_workers("jetrl_digests"))
+
+    def sleep(self) -> None:
+        """Give weights and KV cache back to the GPU; addresses stay reserved, so captured graphs stay valid."""
+        if self.settings.sleep and not self._asleep:
+            self.llm.sleep(level=2)
+            self.version, self._asleep = None, True
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         """One answer to each prompt, in order. The answer depends on prompt, seed, sampling and weights alone.
@@ -164,6 +177,8 @@ def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
         min_tokens=0,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
+        # Else vLLM adds the end ids of config.json and generation_config.json to ours.
+        ignore_eos=True,
         seed=seed,
         logprobs=0,
         detokenize=False,

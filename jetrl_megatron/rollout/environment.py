@@ -13,7 +13,7 @@ FOREIGN = re.compile(
 
 
 def engine_environment(
-    threads: int, *, cpu: bool, devices: Sequence[int] | None = None, base: Mapping[str, str] | None = None
+    threads: int, *, cpu: bool, devices: Sequence[int | str] | None = None, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Variables for one engine process.
 

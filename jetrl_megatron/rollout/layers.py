@@ -14,9 +14,11 @@ from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.platforms import current_platform
 
 from jetrl_kernels.rms_norm import add_rms_norm, rms_norm
 from jetrl_kernels.swiglu import silu_mul
+from jetrl_megatron.rollout.gpu import ops  # noqa: F401  registers torch.ops.jetrl
 from jetrl_megatron.rollout.plugin import NAME
 
 
@@ -33,7 +35,12 @@ class JetrlRMSNorm(RMSNorm):
         if _asked_for():
             if self.variance_size_override is not None or not self.has_weight:
                 raise NotImplementedError("RMSNorm over a part of the row, or without a weight, is not supported")
-            self._forward_method = self._shared
+            self._forward_method = self._shared_cuda if current_platform.is_cuda() else self._shared
+
+    def _shared_cuda(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return torch.ops.jetrl.rms_norm(x, self.weight, self.variance_epsilon)
+        return torch.ops.jetrl.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
     def _shared(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
@@ -47,7 +54,10 @@ class JetrlSiluAndMul(SiluAndMul):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if _asked_for():
-            self._forward_method = silu_mul
+            self._forward_method = self._shared_cuda if current_platform.is_cuda() else silu_mul
+
+    def _shared_cuda(self, x: Tensor) -> Tensor:
+        return torch.ops.jetrl.silu_mul(x)
 
 
 class JetrlRowParallelLinear(RowParallelLinear):

@@ -14,14 +14,20 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+    from vllm.platforms import current_platform
 
     if NAME not in QUANTIZATION_METHODS:
         from jetrl_megatron.engine_ops.library import enable_amx
         from jetrl_megatron.rollout import layers
         from jetrl_megatron.rollout.quantization import JetrlConfig
 
-        enable_amx()
+        if current_platform.is_cpu():
+            enable_amx()
         layers.register()
+        if current_platform.is_cuda():
+            from jetrl_megatron.rollout.gpu import attention
+
+            attention.register()
         register_quantization_config(NAME)(JetrlConfig)
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(

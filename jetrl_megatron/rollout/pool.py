@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,25 @@ class RefitMismatch(RuntimeError):
         super().__init__(f"refit: engine {replica} does not hold the trainer's bytes of {shown}")
 
 
+def engine_devices(config: Config, replica: int, count: int) -> list[str]:
+    """CUDA devices of a replica, as CUDA_VISIBLE_DEVICES takes them.
+
+    Colocated replicas share the trainers' GPUs from the first on; others come after them, and also see the first
+    trainer's GPU (last, so that they never allocate on it), whose memory a refit reads.
+
+    Raises:
+        ValueError: the host has too few GPUs.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = visible if visible != [""] else [str(i) for i in range(count)]
+    first = replica * config.rollout.tp + (0 if config.rollout.colocated else config.parallel.world_size)
+    devices = names[first : first + config.rollout.tp]
+    if len(devices) < config.rollout.tp:
+        where = "the trainers' GPUs" if config.rollout.colocated else "GPUs beside the trainers'"
+        raise ValueError(f"replica {replica} needs {config.rollout.tp} of {where}, and this host shows {len(names)}")
+    return devices if config.rollout.colocated else [*devices, names[0]]
+
+
 class EnginePool:
     """All replicas, at one version of the weights.
 
@@ -50,10 +70,22 @@ class EnginePool:
         cpu = device.type == "cpu"
         return EnginePool(
             [
-                RolloutEngine(model_dir, config, quantized=quantized, output=output, replica=replica, cpu=cpu)
+                RolloutEngine(
+                    model_dir,
+                    config,
+                    quantized=quantized,
+                    output=output,
+                    replica=replica,
+                    cpu=cpu,
+                    devices=None if cpu else engine_devices(config, replica, torch.cuda.device_count()),
+                )
                 for replica in range(config.rollout.replicas)
             ]
         )
+
+    def sleep(self) -> None:
+        """Free the GPUs until the next `load`; nothing happens on a CPU or where engines have GPUs of their own."""
+        self._each(lambda engine: engine.sleep())
 
     def start(self) -> None:
         """Start all processes and return at once; the first request waits for them."""

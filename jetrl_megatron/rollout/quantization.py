@@ -29,6 +29,7 @@ from jetrl_kernels.formats import BLOCK
 from jetrl_kernels.fp8_linear import fp8_linear
 from jetrl_kernels.fused_logprob.chunk import head_logits
 from jetrl_kernels.quant_weight import QuantizedWeight
+from jetrl_megatron.rollout.gpu import ops  # noqa: F401  registers torch.ops.jetrl
 from jetrl_megatron.rollout.plugin import NAME
 
 
@@ -89,6 +90,13 @@ def _weight(rows: int, cols: int, dtype: torch.dtype, loader: Any) -> ModelWeigh
     return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
 
 
+def _plain_parameters(layer: nn.Module) -> None:
+    """On a GPU, turn vLLM's parameter classes into `nn.Parameter` over the same memory: torch.compile asks for that."""
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if parameter.is_cuda and type(parameter) is not nn.Parameter:
+            setattr(layer, name, nn.Parameter(parameter.data, requires_grad=False))
+
+
 @register_weight_loader_v2_supported_method
 class Fp8Method(LinearMethodBase):
     """`weight` E4M3 `[out, in]` and `weight_scale_inv` FP32 `[ceil(out/128), ceil(in/128)]`, consumed as they are."""
@@ -118,10 +126,14 @@ class Fp8Method(LinearMethodBase):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if not bool(layer.weight_scale_inv.isfinite().all()):
             raise ValueError(f"{layer.prefix}.weight_scale_inv was not in the checkpoint: not an FP8 model folder?")
+        _plain_parameters(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         # Partial sums of a row-parallel layer leave in FP32 and are rounded after the reduction (layers.py).
         partial_sum = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
+        if x.is_cuda:
+            y = torch.ops.jetrl.fp8_linear(x, layer.weight, layer.weight_scale_inv, self.scales, partial_sum)
+            return y if bias is None else y + bias.to(y.dtype)
         return fp8_linear(
             x,
             None,
@@ -142,6 +154,9 @@ class PlainMethod(LinearMethodBase):
         loader = extra["weight_loader"]
         weight = _weight(sum(output_partition_sizes), input_size_per_partition, params_dtype, loader)
         layer.register_parameter("weight", weight)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        _plain_parameters(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.weight, bias)

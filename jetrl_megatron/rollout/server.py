@@ -13,6 +13,9 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+from jetrl_megatron.refit.message import RefitRefused
+from jetrl_megatron.rollout.types import EngineError, GenerationRefused
+
 
 def watch_parent(parent: int) -> None:
     """End this process soon after the one that started it, however that one ended."""
@@ -29,8 +32,8 @@ def watch_parent(parent: int) -> None:
 def serve(connection: Connection) -> None:
     """Build the engine from the settings that come first, then answer `(method, arguments)` until `close` or EOF.
 
-    Answers are `("ok", result)` or `("error", exception, traceback)`; an exception that cannot be sent as itself goes
-    as an EngineError with its text.
+    Answers are `("ok", result)` or `("error", exception, traceback)`. What the engine refuses leaves it as it was; any
+    other exception goes as an EngineError with its text and ends the process.
     """
     settings = connection.recv()
     engine = None
@@ -51,19 +54,18 @@ def serve(connection: Connection) -> None:
             connection.send(("ok", None))
             return
         try:
-            reply = ("ok", getattr(engine, method)(*arguments))
-        except Exception as error:
-            traceback.print_exc()
-            reply = _failure(error)
-        connection.send(reply)
+            connection.send(("ok", getattr(engine, method)(*arguments)))
+        except (RefitRefused, GenerationRefused) as refused:
+            connection.send(_failure(refused))
+        except BaseException as error:
+            # vLLM may be left with half-done requests: nothing that it says from here on would be worth much.
+            connection.send(_failure(error))
+            raise
 
 
 def _failure(error: BaseException) -> tuple[str, Exception, str]:
-    from jetrl_megatron.refit.message import RefitRefused
-    from jetrl_megatron.rollout.types import EngineError, GenerationRefused
-
-    known = isinstance(error, (RefitRefused, GenerationRefused))
-    sent = error if known else EngineError(f"{type(error).__name__}: {error}")
+    refused = isinstance(error, (RefitRefused, GenerationRefused))
+    sent = error if refused else EngineError(f"{type(error).__name__}: {error}")
     return "error", sent, "".join(traceback.format_exception(error))
 
 
@@ -71,11 +73,16 @@ def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(fd, False)
     watch_parent(parent)
-    serve(Connection(fd))
+    code = 0
+    try:
+        serve(Connection(fd))
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # vLLM's and torch's exit handlers can hang for seconds; nothing here needs them.
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EngineError(RuntimeError):
-    """The engine could not do what it was asked to; it is still alive."""
+    """The engine could not do what it was asked to."""
 
 
 class EngineDied(EngineError):
@@ -43,6 +43,8 @@ class EngineSettings:
     gpu_memory_utilization: float
     enforce_eager: bool
     cpu: bool
+    sleep: bool = False
+    """Give the GPU's memory back between sampling and the next refit."""
     worker_extension: str = "jetrl_megatron.rollout.weight_transfer.WorkerExtension"
 
 

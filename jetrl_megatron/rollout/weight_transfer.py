@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from jetrl_conversion.layout import Layout
 from jetrl_conversion.model_spec import load_model_spec
+from jetrl_megatron.refit import ipc
 from jetrl_megatron.refit.digests import rank_digests
 from jetrl_megatron.refit.message import DTYPES, RefitMessage, RefitRefused, check_slots, check_version
 from jetrl_megatron.refit.shm import Segment
@@ -58,6 +59,8 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         self._last_version: int | None = None
         self._pending: RefitMessage | None = None
         self._segment: Segment | None = None
+        self._importer = ipc.Importer()
+        self._padding_cleared = False
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -80,12 +83,15 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         message, sources = self.check(update_info.message)
         # From here on the old version is gone; the new one is whole when the last chunk has been copied.
         self._pending, self.version = message, None
-        live = self.parameters
-        for name, source in sources:
-            live[name].copy_(source)
+        if message.segments[self.parallel_config.rank].startswith(ipc.PREFIX) and not self._padding_cleared:
+            for name in ipc.uncovered(sources, self.parameters):
+                self.parameters[name].zero_()
+            self._padding_cleared = True
+        for target, source in sources:
+            target.copy_(source)
 
-    def check(self, values: dict[str, Any]) -> tuple[RefitMessage, list[tuple[str, Tensor]]]:
-        """The message, and name and bytes of every parameter of its chunk. Changes nothing; raises as above."""
+    def check(self, values: dict[str, Any]) -> tuple[RefitMessage, list[tuple[Tensor, Tensor]]]:
+        """The message, and (part of a parameter, its new bytes) for its chunk. Changes nothing; raises as above."""
         try:
             message = RefitMessage.from_dict(values)
         except (KeyError, TypeError) as error:
@@ -104,10 +110,12 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         if problems:
             raise RefitRefused(problems)
         try:
+            if message.segments[rank].startswith(ipc.PREFIX):
+                return message, self._importer.pairs(message.segments[rank], rank, live)
             if self._segment is None or str(self._segment.path) != message.segments[rank]:
                 self._segment = Segment.attach(message.segments[rank])
             slots = [slot for slot in message.slots[rank] if slot.chunk == message.chunk]
-            return message, [(slot.name, self._segment.view(slot)) for slot in slots]
+            return message, [(live[slot.name], self._segment.view(slot)) for slot in slots]
         except OSError as error:
             raise RefitRefused([str(error)]) from error
 
@@ -119,6 +127,7 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
 
     def shutdown(self) -> None:
         self._segment = None
+        self._importer = ipc.Importer()
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:

@@ -52,7 +52,16 @@ def write_model(folder: Path, **changes: object) -> ModelSpec:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(
-        json.dumps({"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1, "temperature": 0.6, "do_sample": True})
+        json.dumps(
+            {
+                "top_k": 20,
+                "top_p": 0.8,
+                "repetition_penalty": 1.1,
+                "temperature": 0.6,
+                "do_sample": True,
+                "eos_token_id": list(range(100, 200)),
+            }
+        )
     )
     return load_model_spec(folder)
 

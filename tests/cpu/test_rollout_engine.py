@@ -222,11 +222,12 @@ def test_logprobs_are_those_of_the_sampled_distribution(house):
 
 
 def test_generation_config_in_the_folder_changes_nothing(house):
-    """Case 14: the folder asks for top_k=20, top_p=0.8, a repetition penalty and temperature 0.6."""
+    """Case 14: the folder asks for top_k=20, top_p=0.8, a repetition penalty, temperature 0.6, and 100 end ids."""
     house.load({name: w * 0.05 if w.dim() == 2 else w for name, w in house.w0.items()})
     answers = house.engine.generate(prompts(64, 4), list(range(64)), TRAINING)
     # The policy is nearly uniform over 256 ids: 64 first tokens out of 20 candidates would be at most 20 different.
     assert len({a.token_ids[0] for a in answers}) > 40
+    assert any(100 <= token < 200 for a in answers for token in a.token_ids[:-1])
     assert house.engine.facts.sampling_defaults == {}
     said = house.engine.log.read_text()
     assert "temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0" in said

@@ -3,6 +3,7 @@ engine's process begins and ends."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,10 +15,12 @@ import torch
 from rollout_support import Sender, quantized_names, random_weights, trainer_logprobs, write_model
 
 from jetrl_conversion.layout import Layout
+from jetrl_kernels.digest import digest
 from jetrl_megatron.config import Config
+from jetrl_megatron.engine_ops import Rope, attention_isa
 from jetrl_megatron.refit.digests import merge_digests, rank_digests
 from jetrl_megatron.rollout.client import RolloutEngine
-from jetrl_megatron.rollout.types import EngineDied, EngineError, Sampling
+from jetrl_megatron.rollout.types import EngineDied, EngineError, EngineFacts, Sampling
 
 TRAINING = Sampling(temperature=1.0, max_tokens=24, stop_token_ids=(2,))
 
@@ -69,6 +72,24 @@ def test_an_engine_that_cannot_start_says_why_at_once(tmp_path):
     with pytest.raises(EngineError, match="model"):
         engine.wait_ready()
     assert not engine.alive
+
+
+def test_an_engine_that_computes_differently_is_refused(tmp_path):
+    """The engine says which attention kernel and rotary table it has; the trainer compares them with its own."""
+    spec = write_model(tmp_path / "model")
+    engine = RolloutEngine(tmp_path / "model", small_config(), quantized=(), output=tmp_path)
+    facts = EngineFacts(
+        vllm="0.26.0",
+        attention_isa=attention_isa(128),
+        attention_block=128,
+        rope_digest=digest(Rope.from_hf_config(spec.config).table()),
+        sampling_defaults={},
+        numerics={},
+    )
+    assert engine.differences(facts) == []
+    other = digest(Rope.from_hf_config({**spec.config, "rope_theta": 1e6}).table())
+    found = engine.differences(dataclasses.replace(facts, attention_isa="vec16", rope_digest=other))
+    assert [line.split()[0] for line in found] == ["attention_isa", "rope_digest"]
 
 
 def test_a_wait_that_takes_too_long_ends_the_engine(tmp_path):

@@ -1,0 +1,82 @@
+"""Inductor pass: norm or SwiGLU and the FP8 linear behind it become one operator, with the same bits.
+
+vLLM's own norm and activation fusions know only its quantizers (which have no power-of-two option) and stay off.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, Node
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from jetrl_megatron.rollout.gpu import ops  # noqa: F401  registers the operators
+
+
+class FuseProducers(InductorPass):
+    """Runs on every compiled piece of the model; `fused` counts what it replaced."""
+
+    def __init__(self) -> None:
+        self.fused = 0
+
+    def __call__(self, graph: Graph) -> None:
+        import torch
+
+        jetrl = torch.ops.jetrl
+        for linear in [n for n in graph.nodes if n.target == jetrl.fp8_linear.default]:
+            x, codes, scale, policy, fp32_out = linear.args
+            if not isinstance(x, Node) or len(x.users) != 1:
+                continue
+            with graph.inserting_before(linear):
+                if x.target == jetrl.silu_mul.default:
+                    new = graph.call_function(
+                        jetrl.silu_fp8_linear.default, (x.args[0], codes, scale, policy, fp32_out)
+                    )
+                elif x.target == jetrl.rms_norm.default and not fp32_out:
+                    source, weight, eps = x.args
+                    pair = graph.call_function(
+                        jetrl.norm_fp8_linear.default, (source, None, weight, eps, codes, scale, policy)
+                    )
+                    new = graph.call_function(operator.getitem, (pair, 0))
+                elif _is_first_of(x, jetrl.add_rms_norm.default) and not fp32_out:
+                    new = _fuse_add_norm(graph, x, linear, jetrl.norm_fp8_linear.default)
+                else:
+                    continue
+            _carry_meta(linear, new)
+            linear.replace_all_uses_with(new)
+            graph.erase_node(linear)
+            if not x.users:
+                graph.erase_node(x)
+            self.fused += 1
+        graph.eliminate_dead_code()
+
+
+def _is_first_of(node: Node, target: object) -> bool:
+    """Whether `node` is output 0 of a call of `target`."""
+    if node.target != operator.getitem or node.args[1] != 0:
+        return False
+    return isinstance(node.args[0], Node) and node.args[0].target == target
+
+
+def _fuse_add_norm(graph: Graph, normed: Node, linear: Node, target) -> Node:
+    """Replace `add_rms_norm` (whose output 0 only `linear` reads): the sum now comes from the fused operator."""
+    add = normed.args[0]
+    assert isinstance(add, Node)
+    x, residual, weight, eps = add.args
+    _, codes, scale, policy, _ = linear.args
+    # The sum may be read before the linear: the fused call goes where the norm was, after the linear's operands,
+    # which are placeholders.
+    with graph.inserting_before(add):
+        pair = graph.call_function(target, (x, residual, weight, eps, codes, scale, policy))
+        new = graph.call_function(operator.getitem, (pair, 0))
+        total = graph.call_function(operator.getitem, (pair, 1))
+    for user in list(add.users):
+        if user.args[1] == 1:
+            _carry_meta(user, total)
+            user.replace_all_uses_with(total)
+            graph.erase_node(user)
+    return new
+
+
+def _carry_meta(old: Node, new: Node) -> None:
+    new.meta.update({k: v for k, v in old.meta.items() if k in ("val", "tensor_meta")})
