@@ -6,6 +6,7 @@ position i, so every per-token target is stored at the position that predicts it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,9 +54,12 @@ class PackedBatch:
     """float32 `[T]`"""
     sequence: Tensor
     """int64 `[T]`: which sequence of this batch a position belongs to; the padding segment comes last"""
+    longest: int
+    """tokens of the longest segment, known here so that no kernel launch waits for the device to tell"""
 
     def to(self, device: torch.device) -> PackedBatch:
-        return PackedBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return PackedBatch(**{**vars(self), **tensors})
 
 
 def pack(sequences: Sequence[Sample], length: int, pad_id: int = 0) -> PackedBatch:
@@ -99,6 +103,7 @@ def pack(sequences: Sequence[Sample], length: int, pad_id: int = 0) -> PackedBat
         engine_logp=engine_logp,
         advantages=advantages,
         sequence=sequence,
+        longest=max(b - a for a, b in itertools.pairwise(bounds)),
     )
 
 

@@ -49,8 +49,6 @@ class PrecisionConfig:
     """Keep a layer whose tiles a layout would cut in BF16 on both sides, instead of refusing the run."""
     linear_backend: Literal["jetrl", "te"] = "jetrl"
     """`jetrl`: our fp8_linear (CPU and GPU). `te`: Transformer Engine layers (GPU only)."""
-    master_cast: Literal["nearest", "stochastic"] = "nearest"
-    """How FP32 master weights become the BF16 weights that are quantized."""
 
 
 @dataclass(kw_only=True)
@@ -156,6 +154,8 @@ class TrainConfig:
     threads: int = 1
     """CPU threads of one trainer rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    offload: bool = False
+    """Move optimizer state and gradients to host memory while a colocated engine samples."""
 
 
 @dataclass(kw_only=True)

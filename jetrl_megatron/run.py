@@ -40,6 +40,7 @@ class Run:
         self.model_dir = Path(config.model.path)
         self.device = world.device_for(config)
         self.lead = dist.get_rank() == 0
+        self._shares_gpu = config.rollout.colocated and self.device.type == "cuda"
         self.seconds: dict[str, float] = {}
         self._stack = ExitStack()
 
@@ -83,6 +84,8 @@ class Run:
     def refit(self) -> RefitReport:
         """Bring the engines to the trainer's weights, unless they are there already. Collective."""
         if self._refitted is None or self._refitted.version != self.trainer.version:
+            if self._shares_gpu and self.config.train.offload:
+                self.trainer.offload()
             self._refitted = self.sender.send()
         return self._refitted
 
@@ -102,6 +105,9 @@ class Run:
             loss, gradient norm, clip fractions, and how far the trainer's log-probs were from the engine's before the
             first update.
         """
+        if self._shares_gpu:
+            self._from_lead(lambda: self.pool.sleep())
+            self.trainer.restore()
         updates = self.config.grpo.updates_per_batch
         divergence = self._divergence(samples) if updates > 1 else None
         for number in range(updates):

@@ -83,6 +83,8 @@ def run(
             cu_seqlens_q=batch.cu_seqlens,
             cu_seqlens_kv=batch.cu_seqlens,
             positions=batch.positions,
+            max_seqlen_q=batch.longest,
+            max_seqlen_kv=batch.longest,
         )
         output = wrapped(
             batch.tokens[None],

@@ -35,12 +35,15 @@ class Fp8Weight:
     @torch.no_grad()
     def quantize(self) -> None:
         """Quantize the BF16 weight `[out_p, in_p]` in 128x128 tiles, into the storage that is already there."""
-        fresh = quant_weight(self.weight, self.precision.scales)
+        # DGrad on a GPU wants the transposed bytes: made here once, instead of in every backward pass.
+        fresh = quant_weight(self.weight, self.precision.scales, transposed=self.weight.is_cuda)
         if self.qweight is None:
             self.qweight = fresh
         else:
             self.qweight.codes.copy_(fresh.codes)
             self.qweight.scale.copy_(fresh.scale)
+            if self.qweight.codes_t is not None and fresh.codes_t is not None:
+                self.qweight.codes_t.copy_(fresh.codes_t)
 
     def _fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         if self.qweight is None:
@@ -120,5 +123,10 @@ class EngineAttention(nn.Module):
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_) -> Tensor:
         """query `[T, N_p, D]`, key and value `[T, KV_p, D]`, BF16 -> `[T, N_p * D]`."""
         packed = packed_seq_params
+        if query.is_cuda:
+            from jetrl_megatron.megatron import gpu
+
+            q, k = gpu.rope(query, key, packed.positions, self.config.rope)
+            return gpu.attention(q, k, value, packed.cu_seqlens_q, self.scale, packed.max_seqlen_q)
         q, k = rope(query, key, packed.positions, self.config.rope)
         return attention(q, k, value.contiguous(), packed.cu_seqlens_q, self.scale)

@@ -76,14 +76,34 @@ def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
     return built
 
 
-def layer_spec(spec: ModelSpec, fp8: set[str]) -> ModuleSpec:
+def linear_classes(backend: str) -> dict[tuple[str, bool], type]:
+    """(`column` or `row`, FP8 or not) -> linear layer of a `precision.linear_backend`."""
+    if backend == "te":
+        from jetrl_megatron.megatron.gpu import te
+
+        return {
+            ("column", False): te.TeColumnParallelLinear,
+            ("column", True): te.TeFp8ColumnParallelLinear,
+            ("row", False): te.TeRowParallelLinear,
+            ("row", True): te.TeFp8RowParallelLinear,
+        }
+    return {
+        ("column", False): ColumnParallelLinear,
+        ("column", True): Fp8ColumnParallelLinear,
+        ("row", False): RowParallelLinear,
+        ("row", True): Fp8RowParallelLinear,
+    }
+
+
+def layer_spec(spec: ModelSpec, fp8: set[str], backend: str = "jetrl") -> ModuleSpec:
     """One transformer layer; a projection named in `fp8` runs on FP8 operands, everything else is the same."""
+    classes = linear_classes(backend)
 
-    def column(name: str) -> type[ColumnParallelLinear]:
-        return Fp8ColumnParallelLinear if f"model.layers.0.{name}.weight" in fp8 else ColumnParallelLinear
+    def column(name: str) -> type:
+        return classes["column", f"model.layers.0.{name}.weight" in fp8]
 
-    def row(name: str) -> type[RowParallelLinear]:
-        return Fp8RowParallelLinear if f"model.layers.0.{name}.weight" in fp8 else RowParallelLinear
+    def row(name: str) -> type:
+        return classes["row", f"model.layers.0.{name}.weight" in fp8]
 
     mlp = MLPSubmodules(linear_fc1=column("mlp.gate_proj"), linear_fc2=row("mlp.down_proj"), activation_func=SiluMul)
     return ModuleSpec(
@@ -109,9 +129,11 @@ def layer_spec(spec: ModelSpec, fp8: set[str]) -> ModuleSpec:
     )
 
 
-def block_spec(spec: ModelSpec, config: TransformerConfig, fp8: set[str]) -> TransformerBlockSubmodules:
+def block_spec(
+    spec: ModelSpec, config: TransformerConfig, fp8: set[str], backend: str = "jetrl"
+) -> TransformerBlockSubmodules:
     """This pipeline stage's layers and, on the last one, the final norm."""
-    layers = [layer_spec(spec, fp8)] * get_num_layers_to_build(config)
+    layers = [layer_spec(spec, fp8, backend)] * get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -129,7 +151,7 @@ def build_model(spec: ModelSpec, config: Config) -> GPTModel:
     fp8 = fp8_tensors(spec, config) if config.precision.mode == "jetrl" else set()
     model = GPTModel(
         config=megatron_config,
-        transformer_layer_spec=block_spec(spec, megatron_config, fp8),
+        transformer_layer_spec=block_spec(spec, megatron_config, fp8, config.precision.linear_backend),
         vocab_size=padded_vocab(spec, trainer_layout(config)),
         max_sequence_length=config.model.max_length,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,24 @@ class NonFiniteError(ArithmeticError):
         super().__init__(f"NaN or Inf in {what}: {shown}; the step was not applied")
 
 
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that hold NaN or Inf. On a GPU, one pass over memory and one wait for all of them."""
+    if not tensors:
+        return []
+    # The largest magnitude is NaN or Inf exactly where an element is.
+    peaks = torch._foreach_norm(list(tensors.values()), float("inf"))
+    finite = torch.stack([p.float() for p in peaks]).isfinite().tolist()
+    return [name for name, good in zip(tensors, finite) if not good]
+
+
 class Trainer:
     """Megatron model, optimizer and FP8 weights of one rank. `version` counts optimizer steps."""
 
     def __init__(self, config: Config, spec: ModelSpec, device: torch.device):
         self.config, self.spec, self.device = config, spec, device
         self.version = 0
-        self._master_cast_pending = False
+        self._offloaded = False
         core = build_model(spec, config)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
@@ -63,7 +74,7 @@ class Trainer:
         Raises:
             NonFiniteError: naming each weight that holds NaN or Inf, on every rank alike.
         """
-        self._raise_together("weights", [n for n, p in self.parameters().items() if not torch.isfinite(p).all()])
+        self._raise_together("weights", not_finite(self.parameters()))
         for layer in fp8_layers(self.model).values():
             layer.quantize()
 
@@ -78,17 +89,16 @@ class Trainer:
         """
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        lost: list[str] = []
+        losses: dict[str, Tensor] = {}
 
-        def checked(batch: PackedBatch, logp: Tensor, entropy: Tensor):
+        def noted(batch: PackedBatch, logp: Tensor, entropy: Tensor):
             value, stats = loss(batch, logp, entropy)
-            if not torch.isfinite(value):
-                lost.append(f"loss of micro-batch with {int(batch.mask.sum())} tokens")
+            losses[f"loss of micro-batch {len(losses)}"] = value.detach()
             return value, stats
 
-        stats = self._run(batches, checked)
-        bad = [n for n, p in self.parameters().items() if not torch.isfinite(p.main_grad).all()]
-        self._raise_together("loss or gradients", lost + bad)
+        stats = self._run(batches, noted)
+        grads = {n: p.main_grad for n, p in self.parameters().items()}
+        self._raise_together("loss or gradients", not_finite(losses | grads))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         applied, grad_norm, _ = self.optimizer.step()
@@ -103,6 +113,20 @@ class Trainer:
         return forward.logprobs(
             self.model, batches, temperature=self.config.rollout.temperature, vocab_size=self.spec.vocab_size
         )
+
+    def offload(self) -> None:
+        """Move masters and optimizer moments to host memory and drop the gradients; weights and FP8 bytes stay."""
+        if not self._offloaded:
+            self.optimizer.offload_to_cpu()
+            self.model.offload_grad_buffers()
+            self._offloaded = True
+
+    def restore(self) -> None:
+        """Undo `offload`; gradients come back as zeros."""
+        if self._offloaded:
+            self.model.restore_grad_buffers()
+            self.optimizer.restore_from_cpu()
+            self._offloaded = False
 
     def learning_rate(self) -> float:
         """Linear warm-up over `optimizer.warmup_steps`, then constant."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from jetrl_conversion.layout import Layout, pieces
@@ -52,7 +53,9 @@ def rank_digests(
                 raise ValueError(f"{piece.hf_name}: {piece} does not start on the {BLOCK}x{BLOCK} grid")
             tiles = (tuple(-(-n // BLOCK) for n in pair) for pair in place)
             parts.setdefault(piece.hf_name + SCALE_SUFFIX + suffix, []).append(_digest(scales, *tiles))
-    return {name: combine([int(part.item()) for part in found]) for name, found in parts.items()}
+    # One wait for the device, not one for each part.
+    values = iter(torch.stack([part for found in parts.values() for part in found]).tolist() if parts else ())
+    return {name: combine([next(values) for _ in found]) for name, found in parts.items()}
 
 
 def _digest(tensor: Tensor, at: tuple[int, ...], size: tuple[int, ...], hf: tuple[int, ...], shape: tuple[int, ...]):

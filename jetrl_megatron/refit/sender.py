@@ -21,9 +21,11 @@ from jetrl_kernels.quant_weight import QuantizedWeight, quant_weight
 from jetrl_megatron.layouts import fp8_tensors, rollout_layout, trainer_layout
 from jetrl_megatron.megatron.model import fp8_layers
 from jetrl_megatron.megatron.trainer import Trainer
+from jetrl_megatron.refit import ipc
 from jetrl_megatron.refit.digests import merge_digests, rank_digests
+from jetrl_megatron.refit.ipc import Exporter
 from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, TensorSlot, plan_slots, segment_bytes
-from jetrl_megatron.refit.rectangles import cut, pairs, parts
+from jetrl_megatron.refit.rectangles import Part, cut, pairs, parts
 from jetrl_megatron.refit.shm import Segment
 from jetrl_megatron.rollout.pool import EnginePool
 
@@ -61,7 +63,13 @@ class RefitSender:
         self.fp8 = fp8_tensors(spec, config) if config.precision.mode != "bf16" else set()
         self.plan = plan_reshard(spec, self.layout, self.target, fp8=bool(self.fp8))
         self.slots = [plan_slots(spec, self.target, rank, self.fp8) for rank in range(self.target.world)]
-        self.segments, self.near = self._open_segments()
+        self._own: dict[str, QuantizedWeight] = {}
+        self.exporter: Exporter | None = None
+        self.segments, self.near = [], []
+        if trainer.device.type == "cuda":
+            self.exporter = Exporter(self._copies(), f"rank{dist.get_rank()}")
+        else:
+            self.segments, self.near = self._open_segments()
 
     def send(self) -> RefitReport:
         """Write, load, compare.
@@ -71,14 +79,19 @@ class RefitSender:
         """
         started = time.perf_counter()
         parameters = self._parameters()
-        self._write(parameters)
+        if self.exporter is not None:
+            segments = self._tables(self.exporter.table(parameters))
+        else:
+            self._write(parameters)
+            segments = [str(s.path) for s in self.segments]
+        # (On a GPU this also waits until the bytes are there.)
         ours = self._gather_digests(parameters)
         dist.barrier()
         if self.pool is not None:
             message = RefitMessage(
                 version=self.trainer.version,
                 scales=self.trainer.config.precision.scales if self.fp8 else "none",
-                segments=tuple(str(s.path) for s in self.segments),
+                segments=tuple(segments),
                 slots=tuple(self.slots),
             )
             self.pool.load(message, ours)
@@ -93,6 +106,8 @@ class RefitSender:
         )
 
     def close(self) -> None:
+        if self.exporter is not None:
+            self.exporter.close()
         if dist.get_rank() == 0:
             for segment in self.segments:
                 segment.unlink()
@@ -123,10 +138,33 @@ class RefitSender:
             assert layer.qweight is not None
             quantized[f"{name}.weight"] = layer.qweight
         for name in self._fp8_names() - quantized.keys():
-            quantized[name] = quant_weight(found[name], self.trainer.config.precision.scales)
+            quantized[name] = self._bytes_of(name, found[name])
         for name, qweight in quantized.items():
             found[name], found[name + SCALE_SUFFIX] = qweight.codes, qweight.scale
         return found
+
+    def _bytes_of(self, name: str, weight: Tensor) -> QuantizedWeight:
+        """FP8 bytes that only the engine uses, always at the same place: an engine maps them once."""
+        fresh = quant_weight(weight, self.trainer.config.precision.scales)
+        own = self._own.setdefault(name, fresh)
+        if own is not fresh:
+            own.codes.copy_(fresh.codes)
+            own.scale.copy_(fresh.scale)
+        return own
+
+    def _copies(self) -> list[list[Part]]:
+        """For each engine rank, the rectangles that it takes from this trainer rank."""
+        copies: list[list[Part]] = [[] for _ in range(self.target.world)]
+        for transfer in self.plan.sends(dist.get_rank()):
+            copies[transfer.dst_rank] += parts(transfer)
+        return copies
+
+    def _tables(self, table: Path) -> list[str]:
+        """For each engine rank, the tables of the trainer ranks that feed it."""
+        tables: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(tables, str(table))
+        feeds = [{t.src_rank for t in self.plan.receives(rank)} for rank in range(self.target.world)]
+        return [ipc.PREFIX + ",".join(tables[rank] for rank in sorted(ranks)) for ranks in feeds]
 
     def _fp8_names(self) -> set[str]:
         return {t.src_local for t in self.plan.sends(dist.get_rank()) if t.quantized} if self.fp8 else set()

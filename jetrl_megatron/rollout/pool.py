@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from jetrl_megatron.config import Config
+from jetrl_megatron.errors import RunError
 from jetrl_megatron.refit.digests import differing
 from jetrl_megatron.refit.message import RefitMessage
 from jetrl_megatron.rollout.client import RolloutEngine
@@ -21,7 +22,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class RefitMismatch(RuntimeError):
+class RefitMismatch(RunError):
     """After loading, an engine does not hold the trainer's bytes. `names` lists the tensors."""
 
     def __init__(self, replica: int, names: Sequence[str]):

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jetrl_megatron.errors import RunError
 
-class EngineError(RuntimeError):
+
+class EngineError(RunError):
     """The engine could not do what it was asked to."""
 
 

@@ -27,6 +27,9 @@ class FuseProducers(InductorPass):
             x, codes, scale, policy, fp32_out = linear.args
             if not isinstance(x, Node) or len(x.users) != 1:
                 continue
+            # Weights are inputs of the piece (or attributes of it), so they are there wherever the norm is.
+            if any(weight.op not in ("placeholder", "get_attr") for weight in (codes, scale)):
+                continue
             with graph.inserting_before(linear):
                 if x.target == jetrl.silu_mul.default:
                     new = graph.call_function(
@@ -64,8 +67,10 @@ def _fuse_add_norm(graph: Graph, normed: Node, linear: Node, target) -> Node:
     assert isinstance(add, Node)
     x, residual, weight, eps = add.args
     _, codes, scale, policy, _ = linear.args
-    # The sum may be read before the linear: the fused call goes where the norm was, after the linear's operands,
-    # which are placeholders.
+    # The sum may be read before the linear, so the fused call goes where the norm was.
+    for weight_node in (codes, scale):
+        if weight_node.op == "get_attr":
+            add.prepend(weight_node)
     with graph.inserting_before(add):
         pair = graph.call_function(target, (x, residual, weight, eps, codes, scale, policy))
         new = graph.call_function(operator.getitem, (pair, 0))
