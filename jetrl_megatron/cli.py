@@ -11,6 +11,7 @@ from click.exceptions import Exit
 
 from jetrl_megatron.commands import bench_convert, bench_step, convert, verify_checkpoint
 from jetrl_megatron.config import ConfigError, nearest
+from jetrl_megatron.errors import RunError
 
 app = typer.Typer(
     name="jetrl",
@@ -203,8 +204,7 @@ def _user_error(error: Exception) -> list[str] | None:
     problems = getattr(error, "problems", None)
     if problems:
         return [str(p) for p in problems]
-    launcher = sys.modules.get("jetrl_megatron.launcher")
-    if isinstance(error, OSError) or (launcher is not None and isinstance(error, launcher.RunFailed)):
+    if isinstance(error, (OSError, RunError)):
         return [str(error)]
     return None
 

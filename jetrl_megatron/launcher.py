@@ -10,10 +10,11 @@ from pathlib import Path
 
 from jetrl_megatron import signals
 from jetrl_megatron.config import Config, ConfigError
+from jetrl_megatron.errors import RunError
 from jetrl_megatron.slurm_env import world_from_env
 
 
-class RunFailed(RuntimeError):
+class RunFailed(RunError):
     """A trainer rank failed; the message names the first one, its exit status and its own words."""
 
 
