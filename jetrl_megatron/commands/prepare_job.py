@@ -5,8 +5,9 @@ python -m jetrl_megatron.commands.prepare_job RECIPE [--set KEY=VALUE ...]
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import typer
 
@@ -18,9 +19,23 @@ def prepare(recipe: str, overrides: Sequence[str]) -> None:
         ConfigError: with every problem.
     """
     from jetrl_megatron import prepare
+    from jetrl_megatron.config import ConfigError
 
     config = prepare.load_config(recipe, overrides)
+    if wrong := node_problems(config.parallel.nodes, os.environ):
+        raise ConfigError(wrong)
     prepare.check_layout(config, prepare.model_folder(config))
+
+
+def node_problems(wanted: int, environ: Mapping[str, str]) -> list[str]:
+    """A job of another size than the recipe's would start too many ranks on a node, or leave GPUs idle."""
+    nodes = environ.get("SLURM_NNODES", "")
+    if not nodes or int(nodes) == wanted:
+        return []
+    return [
+        f"parallel.nodes: the recipe runs on {wanted} nodes, this job has {nodes}: submit with --nodes={wanted}, "
+        f"or change the layout with --set parallel.nodes={nodes} (and parallel.dp, rollout.replicas)"
+    ]
 
 
 def _command(recipe: str, set_: list[str] = typer.Option([], "--set")) -> None:  # noqa: B008

@@ -15,7 +15,7 @@ import pytest
 from jetrl_megatron import site as sites
 from jetrl_megatron.commands import launch
 from jetrl_megatron.config import ConfigError
-from jetrl_megatron.env_list import ENV_SH, effective, entries
+from jetrl_megatron.env_list import ENV_SH, differences, effective, entries, numerics
 from jetrl_recipes import registry
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -183,3 +183,14 @@ def test_precedence_of_values():
     assert effective({}, {name: "INFO"})[name] == "INFO"
     assert effective({name: "TRACE"}, {name: "INFO"})[name] == "TRACE"
     assert "NCCL_IB_HCA" not in effective({})
+
+
+def test_processes_that_disagree_on_numerics_are_named():
+    assert "VLLM_USE_DEEP_GEMM_E8M0" in numerics() and "NCCL_IB_HCA" not in numerics()
+    same = {"VLLM_USE_DEEP_GEMM_E8M0": "0", "NCCL_IB_HCA": "a"}
+    assert differences({"rank 0": same, "engine 0": same | {"NCCL_IB_HCA": "b"}}) == []
+    other = {"VLLM_USE_DEEP_GEMM_E8M0": "1", "MKL_CBWR": "AVX2"}
+    assert differences({"rank 0": same, "rank 1": same, "engine 0": other}) == [
+        "VLLM_USE_DEEP_GEMM_E8M0 differs: rank 0, rank 1: '0'; engine 0: '1'",
+        "MKL_CBWR differs: rank 0, rank 1: not set; engine 0: 'AVX2'",
+    ]

@@ -145,3 +145,11 @@ def test_engine_outlives_the_signals():
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
     assert process.communicate("\n", timeout=20)[0] == "alive\n"
+
+
+def test_job_of_another_size_than_the_recipe_is_refused():
+    from jetrl_megatron.commands.prepare_job import node_problems
+
+    assert node_problems(2, {}) == node_problems(2, {"SLURM_NNODES": "2"}) == []
+    (line,) = node_problems(4, {"SLURM_NNODES": "2"})
+    assert "runs on 4 nodes, this job has 2: submit with --nodes=4" in line

@@ -60,7 +60,7 @@ def logs(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def uninterrupted(slurm: Cluster, folder: Path) -> list[dict]:
     run = folder / "uninterrupted"
-    env = cache(folder) | {"JETRL_RUN_DIR": str(run)}
+    env = cache(folder) | {"JETRL_RUN_DIR": str(run), "JETRL_EXPORT": "1"}
     options = ["--nodes=2", f"--output={folder}/%x-%j.log"]
     command = ["sbatch", "--parsable", *options, "slurm/train.sbatch", RECIPE, *SET]
     job = slurm.run(*command, env=env, cwd=REPO).stdout.strip()
@@ -73,6 +73,18 @@ def uninterrupted(slurm: Cluster, folder: Path) -> list[dict]:
 def test_sbatch_trains_on_two_nodes(uninterrupted: list[dict]):
     assert [line["step"] for line in uninterrupted] == [1, 2, 3, 4]
     assert all(line["refit_tensors_mismatched"] == 0 and line["refit_tensors"] > 0 for line in uninterrupted)
+
+
+def test_finished_job_has_exported_its_last_checkpoint(folder: Path, uninterrupted: list[dict]):
+    from jetrl_megatron.commands.export_run import export
+
+    run = folder / "uninterrupted"
+    made = sorted((run / "export").iterdir())
+    assert [f.name for f in made] == ["step_000004-fp8", "step_000004-hf"]
+    assert all((f / "config.json").is_file() for f in made)
+    before = [f.stat().st_mtime_ns for f in made]
+    assert sorted(export(run)) == made
+    assert [f.stat().st_mtime_ns for f in made] == before, "what is complete is left alone"
 
 
 def test_launched_job_is_stopped_and_finishes_with_the_same_metrics(

@@ -42,3 +42,28 @@ def test_variables_are_set_in_env_sh_alone():
         if script.name != "env.sh":
             exported = re.findall(r"export (\w+)=", script.read_text())
             assert not set(exported) & set(names), f"{script.name} sets what env.sh lists"
+
+
+def test_container_gets_folders_and_variables(tmp_path: Path):
+    """The `srun` line for pyxis, which is not on this machine: a stand-in prints its arguments."""
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "JETRL_ROOT": str(REPO),
+        "JETRL_RUN_DIR": str(tmp_path / "run"),
+        "JETRL_CONTAINER_IMAGE": "/images/a.sqsh",
+        "JETRL_CONTAINER_MOUNTS": "/models:/models",
+        "NCCL_IB_HCA": "mlx5",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NNODES": "2",
+    }
+    script = '. "$JETRL_ROOT/slurm/job.sh"; jetrl_srun --nodes=1 jetrl train x --set "a=b c"'
+    result = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, check=True)
+    words = result.stdout.splitlines()
+    assert words[-6:] == ["bash", f"{REPO}/slurm/task.sh", "jetrl", "train", "x", "--set", "a=b c"][-6:]
+    assert {"--nodes=1", "--label", "--kill-on-bad-exit=1", "--container-image=/images/a.sqsh"} <= set(words)
+    assert f"--container-mounts={REPO}:{REPO},{tmp_path}/run:{tmp_path}/run,/models:/models" in words
+    handed = next(w for w in words if w.startswith("--container-env=")).removeprefix("--container-env=").split(",")
+    assert {"NCCL_IB_HCA", "NCCL_DEBUG", "JETRL_RUN_DIR", "VLLM_USE_DEEP_GEMM_E8M0"} <= set(handed)
+    assert "NCCL_ALGO" not in handed, "not set anywhere"
