@@ -61,7 +61,7 @@ def test_container_gets_folders_and_variables(tmp_path: Path):
     script = '. "$JETRL_ROOT/slurm/job.sh"; jetrl_srun --nodes=1 jetrl train x --set "a=b c"'
     result = subprocess.run(["bash", "-euc", script], env=env, capture_output=True, text=True, check=True)
     words = result.stdout.splitlines()
-    assert words[-6:] == ["bash", f"{REPO}/slurm/task.sh", "jetrl", "train", "x", "--set", "a=b c"][-6:]
+    assert words[-7:] == ["bash", f"{REPO}/slurm/task.sh", "jetrl", "train", "x", "--set", "a=b c"]
     assert {"--nodes=1", "--label", "--kill-on-bad-exit=1", "--container-image=/images/a.sqsh"} <= set(words)
     assert f"--container-mounts={REPO}:{REPO},{tmp_path}/run:{tmp_path}/run,/models:/models" in words
     handed = next(w for w in words if w.startswith("--container-env=")).removeprefix("--container-env=").split(",")
