@@ -7,10 +7,12 @@ Every class is built by a `ModuleSpec`, so its constructor has the signature tha
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
 
@@ -45,7 +47,14 @@ class Fp8Weight:
             if self.qweight.codes_t is not None and fresh.codes_t is not None:
                 self.qweight.codes_t.copy_(fresh.codes_t)
 
-    def _fp8(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+    def _fp8(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None = None,
+        initial: Tensor | None = None,
+    ) -> Tensor:
         if self.qweight is None:
             raise RuntimeError("FP8 linear used before its weight was quantized")
         return fp8_linear(
@@ -56,6 +65,7 @@ class Fp8Weight:
             policy=self.precision.scales,
             wgrad=self.precision.wgrad,
             out_dtype=out_dtype,
+            initial=initial,
         )
 
 
@@ -74,14 +84,54 @@ class Fp8RowParallelLinear(Fp8Weight, RowParallelLinear):
     """`Y = sum_p X_p W_p^T`: partial sums leave in FP32 and are rounded to BF16 once, after the reduction.
 
     A BF16 reduction would round each part first, and a tensor-parallel trainer would no longer match the engine.
+    On a CPU each rank goes on from the accumulators of the rank before it, so that the K-blocks are added in the order
+    in which an engine at TP=1 adds them, and the result is the same to the bit at any TP.
     """
 
     def _forward_impl(self, input, weight, bias=None, **_):
-        return self._fp8(input, weight, bias, out_dtype=torch.float32)
+        # One rank rounds at once, in the GEMM, as the engine's GEMM at TP=1 does.
+        return self._fp8(input, weight, bias, out_dtype=torch.float32 if self.tp_group.size() > 1 else None)
 
     def forward(self, input_):
-        output, bias = super().forward(input_)
-        return output.to(input_.dtype), bias
+        if input_.is_cuda or self.tp_group.size() == 1:
+            output, bias = super().forward(input_)
+            return output.to(input_.dtype), bias
+        part = self._in_turn(input_)
+        total = _WithValue.apply(part, _from_last(part.detach(), self.tp_group))
+        if self.sequence_parallel:
+            total = scatter_to_sequence_parallel_region(total, group=self.tp_group)
+        return total.to(input_.dtype), self.bias
+
+    def _in_turn(self, x: Tensor) -> Tensor:
+        """FP32 accumulators `[T, 1, out]` over the K-blocks of the ranks up to this one, one rank after the other."""
+        ranks, mine = dist.get_process_group_ranks(self.tp_group), self.tp_group.rank()
+        initial = None
+        if mine > 0:
+            initial = torch.empty(*x.shape[:-1], self.output_size, dtype=torch.float32)
+            dist.recv(initial, src=ranks[mine - 1], group=self.tp_group)
+        part = self._fp8(x, self.weight, None, out_dtype=torch.float32, initial=initial)
+        if mine + 1 < len(ranks):
+            dist.send(part.detach(), dst=ranks[mine + 1], group=self.tp_group)
+        return part
+
+
+def _from_last(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The last rank's tensor, on every rank of `group`."""
+    value = part.clone()
+    dist.broadcast(value, src=dist.get_process_group_ranks(group)[-1], group=group)
+    return value
+
+
+class _WithValue(torch.autograd.Function):
+    """`value`, with the gradient passed on to `part`: each rank's part enters the sum once."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
 
 
 class RMSNorm(nn.Module):

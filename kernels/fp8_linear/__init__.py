@@ -26,6 +26,7 @@ def fp8_linear(
     policy: str = "pow2",
     wgrad: str = "fp8",
     out_dtype: torch.dtype | None = None,
+    initial: Tensor | None = None,
 ) -> Tensor:
     """Y = quant(X) W^T + bias on FP8 tensor cores, with its backward.
 
@@ -41,6 +42,7 @@ def fp8_linear(
         wgrad: `fp8` (128x1 groups; activations are kept in FP8 for the backward) or `bf16` (kept in BF16).
         out_dtype: FP32 returns the unrounded accumulators, for a row-parallel layer that all-reduces before rounding;
             None is BF16.
+        initial: FP32 [..., out] accumulators to go on from (CPU only, no gradient); see `gemm_fprop`.
 
     Returns:
         [..., out] of BF16 or `out_dtype`.
@@ -62,10 +64,11 @@ def fp8_linear(
         )
     rows = x.reshape(-1, in_features)
     dtype = out_dtype or torch.bfloat16
+    initial = initial.view(-1, out_features) if initial is not None else None
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        y = _Fp8Linear.apply(rows, weight, qweight, policy, wgrad, dtype)
+        y = _Fp8Linear.apply(rows, weight, qweight, policy, wgrad, dtype, initial)
     else:
-        y = gemm_fprop(*quant_act(rows, policy), qweight.codes, qweight.scale, out_dtype=dtype)
+        y = gemm_fprop(*quant_act(rows, policy), qweight.codes, qweight.scale, out_dtype=dtype, initial=initial)
     if bias is not None:
         y = y + bias.to(dtype)
     return y.view(*x.shape[:-1], out_features)
@@ -83,6 +86,7 @@ class _Fp8Linear(torch.autograd.Function):
         policy: str,
         wgrad: str,
         out_dtype: torch.dtype,
+        initial: Tensor | None,
     ) -> Tensor:
         needs_dw = weight is not None and weight.requires_grad
         if needs_dw and wgrad == "fp8":
@@ -98,7 +102,7 @@ class _Fp8Linear(torch.autograd.Function):
             needs_dw,
             wgrad == "fp8",
         )
-        return gemm_fprop(codes, scale, qweight.codes, qweight.scale, out_dtype=out_dtype)
+        return gemm_fprop(codes, scale, qweight.codes, qweight.scale, out_dtype=out_dtype, initial=initial)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -118,7 +122,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = gemm_dgrad(*dy_rows, q.codes, q.scale, w_codes_t=q.codes_t)
         if ctx.needs_dw:
             dw = _weight_grad(ctx.weight, dy, dy_cols, ctx.saved_tensors)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def _weight_grad(

@@ -67,7 +67,7 @@ def fused_logprob(
     valid = min(rows, size - vocab_start)
     if valid <= 0 and group is None:
         raise ValueError(f"no row of the vocabulary: it has {size} ids, the first local row is {vocab_start}")
-    spec = chunk.Spec(vocab_start, max(valid, 0), 1.0 / temperature, group, logits_dtype, chunk_logits)
+    spec = chunk.Spec(vocab_start, max(valid, 0), rows, size, temperature, group, logits_dtype, chunk_logits)
     return _FusedLogprob.apply(hidden, lm_head, targets, spec)
 
 
@@ -94,7 +94,10 @@ class _FusedLogprob(torch.autograd.Function):
         entropy = lse - mean_logit
         ctx.save_for_backward(hidden, lm_head, targets, lse, entropy)
         ctx.spec = spec
-        return stats[3] - lse, entropy
+        if hidden.is_cuda:
+            return stats[3] - lse, entropy
+        logp = [chunk.whole_logprob(hidden[s], head, targets[s], spec) for s in spec.spans(hidden.shape[0])]
+        return torch.cat(logp) if logp else stats[3] - lse, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

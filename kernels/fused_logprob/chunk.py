@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -15,14 +16,20 @@ from jetrl_kernels.gemm_fp8 import wgrad_bf16
 
 @dataclass(frozen=True)
 class Spec:
-    """What a call fixes: local vocabulary rows, 1 / temperature, process group, logits dtype, chunk bound."""
+    """What a call fixes: local vocabulary rows (padding left out, and with it), the vocabulary's true size, ..."""
 
     vocab_start: int
     rows: int
-    inverse_temperature: float
+    padded_rows: int
+    vocab_size: int
+    temperature: float
     group: Any
     logits_dtype: torch.dtype
     chunk_logits: int
+
+    @property
+    def inverse_temperature(self) -> float:
+        return 1.0 / self.temperature
 
     def spans(self, tokens: int) -> Iterator[slice]:
         """Slices of tokens whose logits stay under the bound."""
@@ -77,6 +84,20 @@ def statistics(hidden: Tensor, head: Tensor, targets: Tensor, spec: Spec) -> Ten
     chosen = torch.where(here, z.gather(-1, local[:, None]).squeeze(-1), 0.0)
     weight = torch.exp(z - peak[:, None])
     return torch.stack([peak, weight.sum(-1), (weight * z).sum(-1), chosen])
+
+
+def whole_logprob(hidden: Tensor, head: Tensor, targets: Tensor, spec: Spec) -> Tensor:
+    """FP32 [t] by torch's own log_softmax over the whole vocabulary, as an engine computes it, whatever the split.
+
+    A CPU path: it gathers a chunk's logits over the ranks, so that the sum of exponentials has one order.
+    """
+    z = logits(hidden, head, spec).float()
+    if spec.group is not None:
+        z = torch.nn.functional.pad(z, (0, spec.padded_rows - spec.rows))
+        parts = [torch.empty_like(z) for _ in range(dist.get_world_size(spec.group))]
+        dist.all_gather(parts, z.contiguous(), group=spec.group)
+        z = torch.cat(parts, dim=-1)[:, : spec.vocab_size]
+    return (z / spec.temperature).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
 def grad_logits(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDTH, WARPS = 4096, 8
+WIDTH, WARPS = 2048, 4
 
 
 @triton.jit

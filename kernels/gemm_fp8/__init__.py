@@ -29,7 +29,13 @@ def _check_equal(what: str, a: int, b: int) -> None:
 
 
 def gemm_fprop(
-    x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
+    x_codes: Tensor,
+    x_scale: Tensor,
+    w_codes: Tensor,
+    w_scale: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    initial: Tensor | None = None,
 ) -> Tensor:
     """Y = X W^T. A row's result does not depend on the other rows (the kernel is chosen by (N, K) alone).
 
@@ -37,18 +43,24 @@ def gemm_fprop(
         x_codes: E4M3 [T, K]; x_scale: FP32 [T, ceil(K/128)].
         w_codes: E4M3 [N, K]; w_scale: FP32 [ceil(N/128), ceil(K/128)].
         out_dtype: BF16, or FP32 for the accumulators unrounded.
+        initial: FP32 [T, N], the accumulators to go on from (CPU only): the K-blocks before these were another rank's.
 
     Returns:
         [T, N] of `out_dtype`.
+
+    Raises:
+        ValueError: shapes that do not fit, or `initial` on a GPU.
     """
     _check("x", x_codes, x_scale, (x_codes.shape[0], blocks(x_codes.shape[1])))
     _check("w", w_codes, w_scale, scale_shape(*w_codes.shape))
     _check_equal("in features of x and w", x_codes.shape[1], w_codes.shape[1])
+    if initial is not None and x_codes.is_cuda:
+        raise ValueError("gemm_fprop: a GPU kernel cannot go on from given accumulators")
     if x_codes.is_cuda:
         from jetrl_kernels.gemm_fp8 import dispatch
 
         return dispatch.fprop(x_codes, x_scale, w_codes, w_scale, out_dtype)
-    return reference.gemm_fprop(x_codes, x_scale, w_codes, w_scale).to(out_dtype)
+    return reference.gemm_fprop(x_codes, x_scale, w_codes, w_scale, initial).to(out_dtype)
 
 
 def gemm_dgrad(

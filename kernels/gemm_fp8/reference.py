@@ -28,12 +28,20 @@ def to_double(codes: Tensor) -> Tensor:
     return _e4m3_values(codes.device).index_select(0, flat).view(codes.shape)
 
 
-def gemm_fprop(x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor) -> Tensor:
-    """X W^T as FP32 [T, N] from X [T, K] with 1x128 scales and W [N, K] with 128x128 scales."""
+def gemm_fprop(
+    x_codes: Tensor, x_scale: Tensor, w_codes: Tensor, w_scale: Tensor, initial: Tensor | None = None
+) -> Tensor:
+    """X W^T as FP32 [T, N] from X [T, K] with 1x128 scales and W [N, K] with 128x128 scales.
+
+    `initial` FP32 [T, N] are the accumulators of the K-blocks before these: a GEMM cut along K gives the same bits.
+    """
     tokens, out_features = x_codes.shape[0], w_codes.shape[0]
     x, w = to_double(x_codes), to_double(w_codes)
     w_scale_rows = w_scale.repeat_interleave(BLOCK, 0)[:out_features]
-    acc = torch.zeros(tokens, out_features, dtype=torch.float32, device=x.device)
+    if initial is None:
+        acc = torch.zeros(tokens, out_features, dtype=torch.float32, device=x.device)
+    else:
+        acc = initial.clone()
     for k in range(blocks(x.shape[1])):
         span = slice(k * BLOCK, (k + 1) * BLOCK)
         product = (x[:, span] @ w[:, span].t()).float()
