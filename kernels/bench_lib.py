@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,11 +10,16 @@ from dataclasses import dataclass, field
 import torch
 
 
+FLUSH_ELEMENTS = 1 << 28
+"""int32 read before each repetition: 1 GiB, 20 times the L2, and 250 us in which the host gets ahead of the device."""
+
+
 @dataclass
 class Case:
     """One operation at one shape, with the peers that do the same work.
 
     bytes: read and written once each, as little as the operation can. flops: of its matmuls. target: in words.
+    graph: time replays of a CUDA graph, so that the host's launch time (the same for a peer) stays out.
     """
 
     op: str
@@ -23,6 +29,7 @@ class Case:
     flops: int = 0
     peers: dict[str, Callable[[], object]] = field(default_factory=dict)
     target: str = ""
+    graph: bool = True
 
 
 @dataclass
@@ -43,51 +50,88 @@ class Row:
         return self.case.flops / self.us / 1e6
 
 
-def time_us(run: Callable[[], object], rep_ms: int = 40) -> float:
-    """Median microseconds of `run` by device events, with a cold L2 before each repetition.
+@functools.cache
+def _flush_buffers() -> tuple[torch.Tensor, torch.Tensor]:
+    flush = torch.ones(FLUSH_ELEMENTS, dtype=torch.int32, device="cuda")
+    return flush, torch.empty((), dtype=torch.int32, device="cuda")
 
-    The L2 is flushed by *reading* 256 MiB. Writing them would leave dirty lines behind, whose eviction (12 us on an
-    H200) would be charged to what is timed.
+
+def _sample(run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Events around one run with a cold L2, flushed by *reading*.
+
+    Writing would leave dirty lines behind, whose eviction (12 us on an H200) would be charged to what is timed.
     """
-    flush = torch.empty(1 << 26, dtype=torch.int32, device="cuda").fill_(1)
-    sink = torch.empty((), dtype=torch.int32, device="cuda")
-    for _ in range(2):
+    flush, sink = _flush_buffers()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.amax(flush, dim=0, out=sink)
+    start.record()
+    run()
+    end.record()
+    return start, end
+
+
+def _median_us(samples: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    torch.cuda.synchronize()
+    times = sorted(1e3 * start.elapsed_time(end) for start, end in samples)
+    return times[len(times) // 2]
+
+
+def _warm(run: Callable[[], object], graph: bool) -> Callable[[], object]:
+    """`run` after two runs (compilation, allocation), as the replay of a graph if it can be captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
         run()
     torch.cuda.synchronize()
-
-    def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        torch.amax(flush, dim=0, out=sink)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        return start, end
-
-    def elapsed(pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+    if not graph:
+        return run
+    captured = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(captured, stream=side):
+            run()
+    except RuntimeError:  # waits for the device inside: timed as it is
         torch.cuda.synchronize()
-        return sorted(1e3 * start.elapsed_time(end) for start, end in pairs)
+        return run
+    return captured.replay
 
-    guess = elapsed([once() for _ in range(3)])[1]
-    count = max(5, min(200, int(1e3 * rep_ms / max(guess, 1.0))))
-    return elapsed([once() for _ in range(count)])[count // 2]
+
+def time_together(runs: list[Callable[[], object]], budget_ms: float = 15.0, graph: bool = True) -> list[float]:
+    """Median microseconds of each, sampled in turns so that clocks and heat are the same for all."""
+    ready = [_warm(run, graph) for run in runs]
+    guess = sum(_median_us([_sample(run) for _ in range(3)]) for run in ready)
+    rounds = max(7, min(60, int(1e3 * budget_ms / max(guess, 1.0))))
+    samples: list[list] = [[] for _ in ready]
+    for _ in range(rounds):
+        for run, kept in zip(ready, samples):
+            kept.append(_sample(run))
+    return [_median_us(kept) for kept in samples]
+
+
+def time_us(run: Callable[[], object], budget_ms: float = 15.0) -> float:
+    """Median microseconds of one function."""
+    return time_together([run], budget_ms)[0]
 
 
 def copy_bandwidth(n_bytes: int = 1 << 31) -> float:
     """GB/s of a device-to-device copy of `n_bytes`, read and written bytes both counted."""
     source = torch.randint(0, 255, (n_bytes,), dtype=torch.uint8, device="cuda")
     into = torch.empty_like(source)
-    return 2 * n_bytes / time_us(lambda: into.copy_(source), 100) / 1e3
+    return 2 * n_bytes / time_us(lambda: into.copy_(source), 40) / 1e3
 
 
 def measure(case: Case) -> Row:
     """Time a case and its peers. A peer that raises is recorded, not fatal; the operation itself must run."""
-    us, peers, failed = time_us(case.run), {}, {}
+    working, failed = {}, {}
     for name, run in case.peers.items():
         try:
-            peers[name] = time_us(run)
+            run()
+            torch.cuda.synchronize()
+            working[name] = run
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return Row(case, us, peers, failed)
+    us, *others = time_together([case.run, *working.values()], graph=case.graph)
+    return Row(case, us, dict(zip(working, others)), failed)
 
 
 def geometric_mean(ratios: list[float]) -> float:

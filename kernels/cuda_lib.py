@@ -123,11 +123,16 @@ class Kernel:
             self._functions[device] = function
         return self._functions[device]
 
-    def launch(self, blocks: int, arguments: ctypes.Structure, device: torch.device) -> None:
+    def launch(self, blocks: int, arguments: bytes, device: torch.device) -> None:
         """Run on `device`'s current stream with one structure as the only parameter. Asynchronous."""
-        with torch.cuda.device(device):
-            function = self._function(torch.cuda.current_device())
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            status = _driver().cuLaunchKernel(function, blocks, 1, 1, self.threads, 1, 1, 0, stream, parameters, None)
-            _check(status, f"launching {self.name}")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                return self.launch(blocks, arguments, device)
+        buffer = ctypes.create_string_buffer(arguments, len(arguments))
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
+        status = _driver().cuLaunchKernel(
+            self._function(index), blocks, 1, 1, self.threads, 1, 1, 0, stream, parameters, None
+        )
+        return _check(status, f"launching {self.name}")

@@ -89,6 +89,16 @@ def bf16_from_bits(bits):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x of FP32 within 1 ulp, in one instruction."""
+    if INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
 def to_f32(x):
     """FP32 of BF16 `x`, by bits (the interpreter's cast is wrong for subnormals)."""
     return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -168,10 +178,12 @@ class TileOutput:
         self.bf16 = empty(rows, cols, dtype=torch.bfloat16) if bf16 else None
         self.row = self.col = None
         if row:
-            scale = empty(blocks(cols), -(-rows // 4) * 4, dtype=fp32)[:, :rows].t()
+            scale = empty(blocks(cols), -(-rows // 4) * 4, dtype=fp32)
+            scale = scale.t() if rows % 4 == 0 else scale[:, :rows].t()
             self.row = (empty(rows, cols, dtype=e4m3), scale)
         if col:
-            codes_t = empty(cols, blocks(rows) * BLOCK, dtype=e4m3)[:, :rows]
+            codes_t = empty(cols, blocks(rows) * BLOCK, dtype=e4m3)
+            codes_t = codes_t if rows % BLOCK == 0 else codes_t[:, :rows]
             self.col = (codes_t, empty(blocks(rows), cols, dtype=fp32))
 
     def args(self) -> tuple[Any, ...]:

@@ -45,7 +45,10 @@ def bench_kernels(
     command = shlex.join(["jetrl", "bench", "kernels", *(["--only", only] if only else [])])
     head = ["# Kernels: what was measured", "", *(f"* {line}" for line in bench_report.versions())]
     head += [f"* commit: {commit}", f"* command: `{command}`"]
-    head.append("* median of device-event times, L2 flushed (by reading) before each repetition, random data")
+    head.append(
+        "* median device time of CUDA graph replays (one graph for each function), sampled in turns with the peers; "
+        "L2 flushed (by reading 1 GiB) before each sample; random data"
+    )
     target = out or Path(bench_report.__file__).resolve().parent / "RESULTS.md"
     target.write_text("\n".join([*head, "", *body]).rstrip() + "\n")
     print(f"wrote {target}")

@@ -32,7 +32,11 @@ def _kernel(
 ):
     """Unit: a word of 4 bytes (BYTES false) or one byte. unit0: its index in the global row."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, WIDTH), tl.uint64)
+    # sum of (word + ones) * key = sum of word * key + ones * sum of keys. A word has 32 bits, so its product with a
+    # 64-bit key is a wide product with the key's low half plus, 32 bits up, a short one with its high half.
+    wide = tl.zeros((ROWS, WIDTH), tl.uint64)
+    short = tl.zeros((ROWS, WIDTH), tl.uint32)
+    keys = tl.zeros((WIDTH,), tl.uint64)
     for step in range(LOOP):
         u = (tl.program_id(1).to(tl.int64) * LOOP + step) * WIDTH + tl.arange(0, WIDTH)
         position = unit0 + u
@@ -40,13 +44,19 @@ def _kernel(
         value = tl.load(t_ptr + r[:, None] * stride + u[None, :], mask=mask, other=0)
         if BYTES:
             key = splitmix64(position // 4, _COL_SEED) << ((position % 4) * 8).to(tl.uint64)
-            word = value.to(tl.uint8).to(tl.uint64) + 1
+            word = value.to(tl.uint32)
         else:
             key = splitmix64(position, _COL_SEED)
-            word = value.to(tl.uint32, bitcast=True).to(tl.uint64) + 0x01010101
-        total += word * tl.where(u < units, key, 0)[None, :]
+            word = value.to(tl.uint32, bitcast=True)
+        keys += tl.where(u < units, key, 0)
+        low = (key & 0xFFFFFFFF).to(tl.uint32)
+        high = (key >> 32).to(tl.uint32)
+        wide += word.to(tl.uint64) * low.to(tl.uint64)[None, :]
+        short += word * high[None, :]
+    ones = tl.full((1,), 1 if BYTES else 0x01010101, tl.uint64)
+    row_hash = tl.sum(wide + (short.to(tl.uint64) << 32), axis=1) + ones * tl.sum(keys, axis=0)
     row_key = tl.where(r < rows, splitmix64(row0 + r, _ROW_SEED), 0)
-    total = tl.sum(tl.sum(total, axis=1) * row_key, axis=0)
+    total = tl.sum(row_hash * row_key, axis=0)
     index = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     tl.store(partial_ptr + index, total.to(tl.int64, bitcast=True))
 

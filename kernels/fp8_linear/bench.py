@@ -32,7 +32,7 @@ def _te_linear(n: int, k: int, x: torch.Tensor, dy: torch.Tensor, fp8: bool) -> 
         with te.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
             y = layer(x, is_first_microbatch=None)
         y.backward(dy)
-        layer.weight.grad = None
+        layer.weight.grad = x.grad = None
 
     return run
 
@@ -50,13 +50,14 @@ def cases() -> Iterator[Case]:
         def run(wgrad: str = "fp8", requantize: bool = False, x=x, dy=dy, weight=weight, q=q) -> None:
             bytes_ = quant_weight(weight.detach(), transposed=True) if requantize else q
             fp8_linear(x, weight, bytes_, wgrad=wgrad).backward(dy)
-            weight.grad = None
+            weight.grad = x.grad = None
 
         te_peers = peers.present(
             TE_BF16=_te_linear(n, k, x, dy, False),
             TE_FP8=_te_linear(n, k, x, dy, True),
         )
         yield Case("fp8_linear fwd+bwd", shape, run, flops=flops, peers=te_peers, target="1.41x TE BF16")
+        yield Case("fp8_linear fwd+bwd, eager", shape, run, flops=flops, peers=te_peers, graph=False)
         yield Case(
             "fp8_linear fwd+bwd + weight quantization",
             shape,

@@ -13,9 +13,10 @@ def fprop(out_features: int, in_features: int) -> str:
 
 def dgrad(tokens: int, in_features: int, out_features: int) -> str:
     """`deepgemm` or `cublaslt` for dX [tokens, in]."""
-    return "deepgemm"
+    deep = out_features >= 28672 and in_features <= 5120
+    return "cublaslt" if deep and 128 < tokens <= 512 else "deepgemm"
 
 
 def wgrad(tokens: int, out_features: int, in_features: int) -> str:
     """`deepgemm` or `cublaslt` for dW [out, in] summed over `tokens`."""
-    return "deepgemm"
+    return "cublaslt" if tokens <= 512 else "deepgemm"

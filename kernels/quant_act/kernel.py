@@ -15,7 +15,7 @@ from jetrl_kernels import tile_quant
 from jetrl_kernels.formats import BLOCK, blocks
 from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, unit_columns
 
-ROWS = 32
+ROWS = 16
 WARPS_ROW = 4
 WARPS_BOTH = 8
 

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetrl_kernels import tile_quant
 from jetrl_kernels.formats import scale_shape
 from jetrl_kernels.master_cast.kernel import PLAIN, random_bits, round_stochastic
 from jetrl_kernels.triton_lib import GROUP, block_scale, magnitude_bits, quantize, to_bf16, to_f32
 
-WARPS = 8
+WARPS, WARPS_STOCHASTIC = 8, 16
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -94,6 +95,9 @@ def quantize_tiles(
     """
     w = w if w.stride(-1) == 1 else w.contiguous()
     rows, cols = w.shape
+    plain = w.dtype == torch.bfloat16 and bf16_out is None and not (transposed and rows % 16)
+    if plain and tile_quant.accepts("weight", cols, w):
+        return tile_quant.quantize_weight(w, policy, transposed)
     codes = torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=w.device)
     codes_t = torch.empty((cols, rows), dtype=torch.float8_e4m3fn, device=w.device) if transposed else None
     scale = torch.empty(scale_shape(rows, cols), dtype=torch.float32, device=w.device)
@@ -114,6 +118,6 @@ def quantize_tiles(
             position[1] % 8 == 0 and position[2] % 8 == 0,
             bf16_out is not None,
             transposed,
-            num_warps=WARPS,
+            num_warps=WARPS if stochastic is None else WARPS_STOCHASTIC,
         )
     return codes, scale, codes_t

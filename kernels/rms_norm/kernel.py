@@ -169,7 +169,7 @@ def _backward_kernel(
 
 
 def _warps(width: int) -> int:
-    return max(1, min(8, width // 1024))
+    return max(1, min(8, width // 512))
 
 
 def forward(

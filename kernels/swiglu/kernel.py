@@ -9,9 +9,9 @@ from torch import Tensor
 
 from jetrl_kernels import tile_quant
 from jetrl_kernels.formats import BLOCK, blocks
-from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, to_bf16, to_f32, unit_columns
+from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, reciprocal, to_bf16, to_f32, unit_columns
 
-ROWS = 32
+ROWS = 16
 WARPS_ROW = 4
 WARPS_BOTH = 8
 
@@ -94,7 +94,7 @@ def _backward_kernel(
     at = x_ptr + r64[:, None] * x_stride + c[None, :]
     gate = to_f32(tl.load(at, mask=mask, other=0.0))
     up = to_f32(tl.load(at + half, mask=mask, other=0.0))
-    s = 1.0 / (1.0 + tl.exp(-gate))
+    s = reciprocal(1.0 + tl.exp(-gate))
     # Two tiles of one output of width 2 * half; the first one's columns end at `half`.
     for side in tl.static_range(2):
         slope = up * (1.0 + gate * (1.0 - s)) if side == 0 else gate
