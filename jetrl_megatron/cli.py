@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from click.exceptions import Exit
 
 from jetrl_megatron.commands import bench_convert, bench_step, convert, verify_checkpoint
 from jetrl_megatron.config import ConfigError, nearest
@@ -48,7 +47,7 @@ def train(
         raise ConfigError(["which recipe? e.g. jetrl train tiny_cpu_jetrl; jetrl train --list shows all"])
     from jetrl_megatron.commands.train import run
 
-    raise Exit(run(recipe, set_, output, resume))
+    raise typer.Exit(run(recipe, set_, output, resume))
 
 
 @app.command()
@@ -103,7 +102,7 @@ def launch(
 
     if executor not in ("slurm", "local"):
         raise ConfigError([f"--executor {executor!r}: {nearest(executor, ('slurm', 'local'))}"])
-    raise Exit(
+    raise typer.Exit(
         run(
             recipe,
             set_,
@@ -159,7 +158,7 @@ def doctor(
     """
     from jetrl_megatron.commands.doctor import run
 
-    raise Exit(run(recipe or None, json_))
+    raise typer.Exit(run(recipe or None, json_))
 
 
 def _group(name: str, text: str) -> typer.Typer:
@@ -191,15 +190,14 @@ def call(arguments: list[str]) -> int:
         lines = _user_error(error)
         if lines is None:
             raise
-        return _report(lines, 2 if isinstance(error, ValueError) else 1)
+        return _report(lines, 1 if isinstance(error, (OSError, RunError)) else 2)
     return status if isinstance(status, int) else 0
 
 
 def _user_error(error: Exception) -> list[str] | None:
     """The lines that tell a user what went wrong, or None for a fault of the program's own."""
-    import click
-
-    if isinstance(error, click.ClickException):
+    # Typer brings a click of its own, whose exceptions are found by what they can do.
+    if hasattr(error, "format_message"):
         return [error.format_message()]
     problems = getattr(error, "problems", None)
     if problems:
