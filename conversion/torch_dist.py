@@ -7,10 +7,13 @@ anyhow: torch and Megatron fetch what overlaps with the shard that they load. No
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import os
 import pickle
+import shutil
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -154,7 +157,8 @@ class TorchDistWriter:
         self._storage: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
         self._lock = threading.Lock()
         try:
-            self._files: list[BinaryIO] = [(self.folder.path / f"__{n}_0.distcp").open("wb") for n in range(lanes)]
+            paths = [self.folder.path / f"__{n}_0.distcp" for n in range(lanes)]
+            self._files: list[BinaryIO] = [path.open("wb", buffering=0) for path in paths]
             self._lane_locks = [threading.Lock() for _ in range(lanes)]
             self._reserve(lanes)
             self._objects = list(objects)
@@ -166,8 +170,6 @@ class TorchDistWriter:
 
     def _reserve(self, lanes: int) -> None:
         """Fail before writing if the disk cannot hold the tensors."""
-        import shutil
-
         need = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors.values())
         free = shutil.disk_usage(self.folder.path).free
         if free < need:
@@ -192,27 +194,43 @@ class TorchDistWriter:
         with self._lane_locks[lane]:
             file = self._files[lane]
             start = file.tell()
-            torch.save(value, _Tail(file, start))
+            tail = _Tail(file, start)
+            try:
+                torch.save(value, tail)
+            except (OSError, RuntimeError):  # torch wraps the error of a write in one of its own
+                if tail.error is None:
+                    raise
+                number = tail.error.errno or 0
+                raise OSError(number, f"{os.strerror(number)} while writing {key}", file.name) from None
             end = file.seek(0, io.SEEK_END)
         with self._lock:
             self._storage[(key, offsets)] = (f"__{lane}_0.distcp", start, end - start)
 
     def commit(self) -> None:
         """Write the metadata, check that every tensor is covered, and give the folder its final name."""
+        try:
+            for file in self._files:
+                file.close()
+            problems = []
+            for key, (_, shape) in self.tensors.items():
+                got = sum(math.prod(sizes) for _, sizes in self._parts[key])
+                if got != math.prod(shape):
+                    problems.append(f"{self.folder.final}: {key}: {got} of {math.prod(shape)} elements written")
+            if problems:
+                raise ConversionError(problems)
+            with (self.folder.path / ".metadata").open("wb") as handle:
+                pickle.dump(self._metadata(), handle)
+            (self.folder.path / "metadata.json").write_text(json.dumps(FORMAT))
+            self.folder.commit()
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
         for file in self._files:
-            file.close()
-        problems = []
-        for key, (_, shape) in self.tensors.items():
-            got = sum(math.prod(sizes) for _, sizes in self._parts[key])
-            if got != math.prod(shape):
-                problems.append(f"{self.folder.final}: {key}: {got} of {math.prod(shape)} elements written")
-        if problems:
-            self.folder.discard()
-            raise ConversionError(problems)
-        with (self.folder.path / ".metadata").open("wb") as handle:
-            pickle.dump(self._metadata(), handle)
-        (self.folder.path / "metadata.json").write_text(json.dumps(FORMAT))
-        self.folder.commit()
+            with contextlib.suppress(OSError):  # a full disk: what is still buffered is not wanted any more
+                file.close()
+        self.folder.discard()
 
     def _metadata(self) -> Any:
         from torch.distributed.checkpoint import filesystem
@@ -235,10 +253,8 @@ class TorchDistWriter:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.commit()
-            return
-        for file in self._files:
-            file.close()
-        self.folder.discard()
+        else:
+            self._discard()
 
 
 class _Tail(io.RawIOBase):
@@ -246,6 +262,7 @@ class _Tail(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, start: int):
         self._file, self._start = file, start
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -254,7 +271,14 @@ class _Tail(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        return self._file.write(data)
+        rest = memoryview(data).cast("B")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return memoryview(data).nbytes
 
     def tell(self) -> int:
         return self._file.tell() - self._start
