@@ -159,6 +159,8 @@ def build_model(spec: ModelSpec, config: Config) -> GPTModel:
         share_embeddings_and_output_weights=spec.tied,
         position_embedding_type="none",
     )
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
     for module in fp8_layers(model).values():
         module.precision = config.precision
     return model

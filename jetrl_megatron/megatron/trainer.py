@@ -40,11 +40,15 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 class Trainer:
     """Megatron model, optimizer and FP8 weights of one rank. `version` counts optimizer steps."""
 
-    def __init__(self, config: Config, spec: ModelSpec, device: torch.device):
+    def __init__(self, config: Config, spec: ModelSpec, device: torch.device, training: bool = True):
+        """With `training=False` there are no gradients and no optimizer: log-probs and refits only."""
         self.config, self.spec, self.device = config, spec, device
         self.version = 0
         self._offloaded = False
         core = build_model(spec, config)
+        self.model, self.optimizer = core, None
+        if not training:
+            return
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
@@ -64,7 +68,8 @@ class Trainer:
 
     def weights_loaded(self) -> None:
         """Call after writing into the BF16 parameters: masters follow them, FP8 bytes follow both."""
-        self.optimizer.reload_model_params()
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
         self.quantize()
 
     @torch.no_grad()

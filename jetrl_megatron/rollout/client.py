@@ -202,6 +202,14 @@ class RolloutEngine:
         """
         return self._call("generate", prompts, seeds, sampling)
 
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of every token but the first of given sequences, by prefill (temperature 1).
+
+        Raises:
+            GenerationRefused, EngineError, EngineDied: as `generate`.
+        """
+        return self._call("score", sequences)
+
     def sleep(self) -> None:
         """Free the GPU's memory, weights included; the next `refit` wakes the engine. Nothing happens on a CPU."""
         self._call("sleep")

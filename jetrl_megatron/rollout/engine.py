@@ -128,6 +128,27 @@ class Engine:
         self.version = message["version"]
         return merge_digests(self.call_workers("jetrl_digests"))
 
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probs of every token but the first of given sequences, by prefill (temperature 1).
+
+        Raises:
+            GenerationRefused: no weights yet, or sequences that do not fit.
+        """
+        problems = [] if self.version is not None else ["the engine holds no complete version of the weights"]
+        problems += [
+            f"sequence {i}: {len(s)} tokens, between 2 and {self.settings.max_length - 1} fit"
+            for i, s in enumerate(sequences)
+            if not 2 <= len(s) < self.settings.max_length
+        ]
+        if problems:
+            raise GenerationRefused(problems)
+        asked = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self.llm.generate([TokensPrompt(prompt_token_ids=s) for s in sequences], asked, use_tqdm=False)
+        return [
+            [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], s[1:])]
+            for s, output in zip(sequences, outputs)
+        ]
+
     def sleep(self) -> None:
         """Give weights and KV cache back to the GPU; addresses stay reserved, so captured graphs stay valid."""
         if self.settings.sleep and not self._asleep:

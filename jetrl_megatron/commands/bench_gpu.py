@@ -1,0 +1,340 @@
+"""`jetrl bench rollout|train|refit`: ratios on one GPU, every engine or mode in a process of its own, in turn."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ENGINES = ("jetrl", "bf16", "vllm-bf16", "vllm-fp8")
+"""Ours in two modes, and stock vLLM in BF16 and in its own block FP8."""
+TRAINERS = ("jetrl", "te", "bf16", "bf16-te")
+"""Ours in FP8, TE in FP8 (blockwise), Megatron's BF16 linears, TE's BF16 linears (gradient accumulated in the GEMM)."""
+
+Model = Annotated[
+    Path, typer.Argument(help="Hugging Face folder; its config.json alone is enough, weights are random.")
+]
+
+
+def rollout(
+    model: Model,
+    engine: Annotated[list[str], typer.Option(help=f"Of {', '.join(ENGINES)}; all by default.")] = [],  # noqa: B006
+    sequences: Annotated[list[int], typer.Option(help="Batch sizes.")] = [32, 256],  # noqa: B006
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
+    new: Annotated[int, typer.Option(help="Tokens sampled after each.")] = 512,
+) -> None:
+    """Generated tokens a second. Example: jetrl bench rollout models/Qwen3-8B"""
+    common = {"model": str(model.absolute()), "sequences": sequences, "prompt": prompt, "new": new}
+    results = {name: _child("rollout", {**common, "engine": name}) for name in _chosen(engine, ENGINES, "--engine")}
+    base = results.get("bf16") or results.get("vllm-bf16")
+    for name, result in results.items():
+        for n in map(str, sequences):
+            ratio = f"{result[n] / base[n]:.3f}x BF16" if base else ""
+            print(f"{name:10} {n:>4} sequences  {result[n]:9.0f} tok/s  {ratio}")
+    print(json.dumps(results))
+
+
+def train(
+    model: Model,
+    layers: Annotated[int, typer.Option(help="Layers to keep: as many as fit.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch.")] = 8192,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 2,
+    mode: Annotated[list[str], typer.Option(help=f"Of {', '.join(TRAINERS)}; all by default.")] = [],  # noqa: B006
+) -> None:
+    """Forward, backward and optimizer step. Example: jetrl bench train models/Qwen3-8B --layers 16"""
+    common = {
+        "model": str(model.absolute()),
+        "layers": layers,
+        "tokens": tokens,
+        "length": length,
+        "micro": micro_batches,
+    }
+    results = {name: _child("train", {**common, "mode": name}) for name in _chosen(mode, TRAINERS, "--mode")}
+    base = results.get("bf16-te") or results.get("bf16")
+    for name, r in results.items():
+        ratio = f"{base['step_seconds'] / r['step_seconds']:.3f}x BF16" if base else ""
+        print(
+            f"{name:8} step {r['step_seconds']:.4f} s  forward+backward {r['forward_backward_seconds']:.4f} s  "
+            f"peak {r['peak_gib']:.1f} GiB  {r['tokens_per_second']:.0f} tok/s  {ratio}"
+        )
+    print(json.dumps(results))
+
+
+def refit(
+    model: Model,
+    rounds: Annotated[int, typer.Option(help="Refits to time after the first.")] = 5,
+) -> None:
+    """A colocated refit, digests included, beside the usual way. Example: jetrl bench refit models/Qwen3-8B"""
+    result = _child("refit", {"model": str(model.absolute()), "rounds": rounds})
+    for name, value in result.items():
+        print(f"{name:28} {value}")
+    print(json.dumps(result))
+
+
+def _chosen(names: list[str], known: tuple[str, ...], option: str) -> list[str]:
+    from jetrl_megatron.config import ConfigError, nearest
+
+    if unknown := [n for n in names if n not in known]:
+        raise ConfigError([f"{option} {n}: unknown, {nearest(n, known)}" for n in unknown])
+    return names or list(known)
+
+
+def _child(task: str, settings: dict) -> dict:
+    run = subprocess.run(
+        [sys.executable, "-m", __name__, task, json.dumps(settings)], stdout=subprocess.PIPE, text=True
+    )
+    if run.returncode:
+        raise OSError(f"bench {task} {settings} failed with exit status {run.returncode}; its log is above")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def measure_rollout(s: dict) -> dict[str, float]:
+    """Tokens a second for each batch size: the median of two runs after one that warms up."""
+    import os
+
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_PLUGINS": "jetrl"}
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    length, most = s["prompt"] + s["new"], max(s["sequences"])
+    sizes = sorted({1, 8, *s["sequences"], *range(32, most + 1, 32)})
+    if s["engine"] in ("jetrl", "bf16"):
+        llm = _our_llm(s, length, most)
+    else:
+        block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        llm = LLM(
+            model=s["model"],
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            load_format="dummy",
+            max_model_len=length,
+            max_num_seqs=most,
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=s.get("utilization", 0.85),
+            compilation_config={"cudagraph_capture_sizes": sizes},
+            hf_overrides={"quantization_config": block} if s["engine"] == "vllm-fp8" else {},
+            disable_log_stats=True,
+        )
+    llm.apply_model(_random_parameters)
+    asked = SamplingParams(temperature=1.0, max_tokens=s["new"], ignore_eos=True, detokenize=False)
+    wait_for_turn(s)
+    found: dict[str, float] = {}
+    for n in s["sequences"]:
+        times = []
+        for round_ in range(3):
+            generator = torch.Generator().manual_seed(round_)
+            prompts = torch.randint(1000, (n, s["prompt"]), generator=generator).tolist()
+            few = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], asked if round_ else few, use_tqdm=False)
+            times.append(time.perf_counter() - started)
+        found[str(n)] = n * s["new"] / statistics.median(times[1:])
+    found["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return found
+
+
+def _our_llm(s: dict, length: int, most: int):
+    from jetrl_conversion.model_spec import load_model_spec
+    from jetrl_megatron.config import Config, ModelConfig, PrecisionConfig, RolloutConfig
+    from jetrl_megatron.layouts import fp8_tensors
+    from jetrl_megatron.rollout.client import engine_settings
+    from jetrl_megatron.rollout.engine import Engine
+
+    config = Config(
+        model=ModelConfig(path=s["model"], max_length=length),
+        precision=PrecisionConfig(mode=s["engine"]),
+        rollout=RolloutConfig(
+            max_num_seqs=most,
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=s.get("utilization", 0.85),
+            max_response_tokens=s["new"],
+            colocated=False,
+        ),
+    )
+    spec = load_model_spec(s["model"])
+    return Engine(engine_settings(s["model"], config, fp8_tensors(spec, config), cpu=False)).llm
+
+
+def _random_parameters(model) -> None:
+    """Gaussian weights of plausible size in place of vLLM's dummy ones, whose near-zero codes would save power."""
+    import torch
+
+    for name, p in model.named_parameters():
+        if p.dtype == torch.float8_e4m3fn:
+            p.data.copy_(torch.randn(p.shape, device=p.device).mul_(100).clamp_(-448, 448).to(p.dtype))
+        elif "scale" in name:
+            p.data.fill_(2.0**-13)
+        elif p.dim() > 1:
+            p.data.normal_(0.0, p.shape[-1] ** -0.5)
+        else:
+            p.data.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def wait_for_turn(s: dict) -> None:
+    """Hold the lock file `lock`, if one is named, until this process ends: several may start together, one measures."""
+    if "lock" in s:
+        import fcntl
+
+        s["held"] = Path(s["lock"]).open("w")  # noqa: SIM115  closed, and so released, when the process ends
+        fcntl.flock(s["held"], fcntl.LOCK_EX)
+
+
+def measure_train(s: dict) -> dict[str, float]:
+    """Medians of five steps after two; memory is what torch reserved at most."""
+    import torch
+
+    from jetrl_conversion.model_spec import load_model_spec
+    from jetrl_megatron.batch import Sample, micro_batches
+    from jetrl_megatron.commands import one_rank
+    from jetrl_megatron.config import Config, ModelConfig, PrecisionConfig, TrainConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = one_rank.largest_layers(load_model_spec(s["model"]), s["layers"], Path(folder))
+        config = Config(
+            model=ModelConfig(path=str(model), max_length=s["length"]),
+            precision=PrecisionConfig(
+                mode="bf16" if s["mode"].startswith("bf16") else "jetrl",
+                linear_backend="te" if s["mode"].endswith("te") else "jetrl",
+            ),
+            train=TrainConfig(device="cuda"),
+        )
+        trainer, spec = one_rank.trainer_of(config, training=True)
+    generator = torch.Generator().manual_seed(0)
+    per_batch = s["tokens"] // s["length"]
+    samples = []
+    for _ in range(per_batch * s["micro"]):
+        ids = torch.randint(spec.vocab_size, (s["length"],), generator=generator).tolist()
+        samples.append(
+            Sample(prompt_ids=ids[:256], response_ids=ids[256:], engine_logp=[-12.0] * (len(ids) - 256),
+                   policy_version=0, group=0, finish_reason="length", advantage=1.0)
+        )  # fmt: skip
+    batches = micro_batches(samples, [list(range(len(samples)))], 0, per_batch, 128)
+    batches = [b.to(trainer.device) for b in batches]
+    total = sum(len(x.response_ids) for x in samples)
+
+    def loss(batch, logp, entropy):
+        value = -(logp * batch.mask * batch.advantages).sum() / total
+        return value, {"loss": value.detach()}
+
+    wait_for_turn(s)
+    steps, passes = [], []
+    for _ in range(7):
+        steps.append(_timed(lambda: trainer.step(batches, loss)))
+    peak = torch.cuda.max_memory_reserved() / 2**30
+    for _ in range(4):
+        trainer.model.zero_grad_buffer()
+        passes.append(_timed(lambda: trainer._run(batches, loss)))
+    seconds = statistics.median(steps[2:])
+    return {
+        "step_seconds": seconds,
+        "forward_backward_seconds": statistics.median(passes[1:]),
+        "tokens_per_second": len(batches) * s["tokens"] / seconds,
+        "peak_gib": peak,
+        "layers": s["layers"],
+        "tokens": len(batches) * s["tokens"],
+    }
+
+
+def _timed(run) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def measure_refit(s: dict) -> dict[str, float]:
+    """Seconds of a colocated refit (load, both digests, comparison), and of gathering BF16 and requantizing."""
+    import torch
+
+    from jetrl_conversion.model_spec import load_model_spec
+    from jetrl_kernels.quant_weight import quant_weight
+    from jetrl_megatron.commands import one_rank
+    from jetrl_megatron.config import Config, ModelConfig, RolloutConfig, TrainConfig
+    from jetrl_megatron.layouts import fp8_tensors
+    from jetrl_megatron.megatron.model import fp8_layers
+    from jetrl_megatron.refit.sender import RefitSender
+    from jetrl_megatron.rollout.client import RolloutEngine
+    from jetrl_megatron.rollout.pool import EnginePool
+    from jetrl_megatron.rollout.types import Sampling
+
+    config = Config(
+        model=ModelConfig(path=s["model"], max_length=512),
+        rollout=RolloutConfig(
+            max_num_seqs=32, gpu_memory_utilization=s.get("utilization", 0.25), start_timeout_s=600.0,
+            enforce_eager=s.get("eager", False),
+        ),
+        train=TrainConfig(device="cuda"),
+    )  # fmt: skip
+    spec = load_model_spec(s["model"])
+    with tempfile.TemporaryDirectory() as folder:
+        engine = RolloutEngine(s["model"], config, quantized=fp8_tensors(spec, config), output=Path(folder), cpu=False)
+        pool = EnginePool([engine])
+        pool.start()
+        try:
+            trainer, spec = one_rank.trainer_of(config, training=False)
+            sender = RefitSender(trainer, pool)
+            sender.send()
+            sampling = Sampling(temperature=1.0, max_tokens=64, stop_token_ids=())
+            prompts = [[7 + i, 11, 13, 17] for i in range(16)]
+            first = pool.generate(prompts, list(range(16)), sampling)
+            wait_for_turn(s)
+            refits, cycles, free, equal = [], [], [], True
+            for _ in range(s["rounds"]):
+                trainer.version += 1
+                refits.append(sender.send().seconds)
+            for _ in range(s.get("cycles", 3)):
+                started = time.perf_counter()
+                pool.sleep()
+                slept = time.perf_counter() - started
+                trainer.version += 1
+                cycles.append(slept + sender.send().seconds)
+                again = pool.generate(prompts, list(range(16)), sampling)
+                equal &= all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in zip(first, again))
+                free.append(torch.cuda.mem_get_info()[0])
+
+            def requantize() -> None:
+                for layer in fp8_layers(trainer.model).values():
+                    gathered = layer.weight.detach().clone()
+                    fresh = quant_weight(gathered, "pow2")
+                    layer.qweight.codes.copy_(fresh.codes)
+                    layer.qweight.scale.copy_(fresh.scale)
+
+            quantize = statistics.median(_timed(trainer.quantize) for _ in range(3))
+            usual = statistics.median(_timed(requantize) for _ in range(3))
+            return {
+                "refit_seconds": statistics.median(refits),
+                "refit_seconds_all": refits,
+                "refit_bytes": sender.plan.total_bytes,
+                "quantize_seconds": quantize,
+                "clone_and_requantize_seconds": usual,
+                "sleep_wake_refit_seconds": statistics.median(cycles),
+                "output_unchanged": equal,
+                "free_bytes_drift": free[-1] - free[min(1, len(free) - 1)],
+            }
+        finally:
+            pool.close()
+
+
+if __name__ == "__main__":
+    import os
+
+    task, given = sys.argv[1], json.loads(sys.argv[2])
+    print(
+        json.dumps({"rollout": measure_rollout, "train": measure_train, "refit": measure_refit}[task](given)),
+        flush=True,
+    )
+    sys.stdout.flush()
+    os._exit(0)
