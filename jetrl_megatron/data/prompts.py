@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl_megatron.config import Config, ConfigError, DataConfig
-from jetrl_megatron.data.task import Item, Task
+from jetrl_megatron.data.task import Item, Task, keyed_random
 
 QUESTION_END = "\n"
 """Closes a question when there is no chat template: the response starts on a line of its own."""
@@ -107,14 +107,28 @@ class PromptStream:
         )
 
 
-def supervised_example(task: Task, tokenizer: Any, config: Config, index: int) -> tuple[list[int], list[int]]:
-    """(prompt ids, answer ids with EOS) of the `index`-th training question, within `model.max_length`."""
+def supervised_example(
+    task: Task, tokenizer: Any, config: Config, index: int, wrong_share: float = 0.0
+) -> tuple[list[int], list[int]]:
+    """(prompt ids, answer ids with EOS) of the `index`-th training question, within `model.max_length`.
+
+    Args:
+        wrong_share: of the examples, this share shows the answer to another question. A policy that learned from such
+            demonstrations is right sometimes and knows more than it shows, which is where RL has something to do;
+            a tiny model that learned from right ones only has nothing left in reserve.
+
+    Raises:
+        ConfigError: no question fits, or the task has no reference answers.
+    """
+    draw = keyed_random("wrong answers", index)
+    wrong = draw.random() < wrong_share
     for attempt in range(MAX_SKIPS):
         item = task.train_item(index, attempt)
         if not item.answer:
             raise ConfigError([f"data.name: {task.name} has no reference answers, so it cannot be used for sft"])
         prompt = encode_prompt(tokenizer, item.question, config.data)
-        answer = encode_answer(tokenizer, item.answer)
+        shown = task.train_item(draw.randrange(2**20)) if wrong else item
+        answer = encode_answer(tokenizer, shown.answer)
         if len(prompt) + len(answer) <= config.model.max_length:
             return prompt, answer
     raise ConfigError([f"model.max_length: {config.model.max_length} is too short for {MAX_SKIPS} questions in a row"])

@@ -122,3 +122,17 @@ def test_supervised_examples(tokenizer):
 
     with pytest.raises(ConfigError, match="no reference answers"):
         supervised_example(NoAnswers(), tokenizer, config, 0)
+
+
+def test_wrong_demonstrations_come_as_often_as_asked_and_always_the_same(tokenizer):
+    class Numbers(Questions):
+        def train_item(self, index, attempt=0):
+            return Item(question=f"{index % 1000}?", answer=str(index % 1000))
+
+    def right(i, share):
+        prompt, answer = supervised_example(Numbers(), tokenizer, Config(), i, share)
+        return tokenizer.decode(prompt[1:-2]) == tokenizer.decode(answer[:-1])
+
+    assert all(right(i, 0.0) for i in range(100)) and sum(right(i, 1.0) for i in range(100)) < 3
+    some = [right(i, 0.4) for i in range(400)]
+    assert 210 < sum(some) < 270 and some == [right(i, 0.4) for i in range(400)]
