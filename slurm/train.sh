@@ -8,14 +8,24 @@ set -euo pipefail
 recipe=$1
 shift
 node=${SLURM_NODEID:-0}
+# Signals that ask to save are for the processes below; this shell outlives them to pass on the answer. Before training
+# there is nothing to save: just come back later (85, see task.sh).
+asked=""
+trap 'asked=yes' TERM USR1
 ready="$JETRL_RUN_DIR/ready-${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}"
 if [ "$node" = 0 ]; then
-    JETRL_NNODES=1 JETRL_NODE_RANK=0 python -m jetrl_megatron.commands.prepare_job "$recipe" "$@"
+    code=0
+    JETRL_NNODES=1 JETRL_NODE_RANK=0 python -m jetrl_megatron.commands.prepare_job "$recipe" "$@" || code=$?
+    [ -z "$asked" ] || exit 85
+    [ "$code" = 0 ] || exit "$code"
     rm -f "$JETRL_RUN_DIR"/ready-*
     : >"$ready"
 else
     # srun ends this wait if node 0 fails.
-    until [ -e "$ready" ]; do sleep 1; done
+    until [ -e "$ready" ]; do
+        [ -z "$asked" ] || exit 85
+        sleep 1
+    done
 fi
 
 resume=()
