@@ -81,8 +81,9 @@ class RolloutConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     memory_gib: float = 1.0
-    """KV cache of one replica (CPU); on a GPU see `gpu_memory_utilization`."""
+    """KV cache of one replica, on a CPU or where `gpu_memory_utilization` is 0."""
     gpu_memory_utilization: float = 0.6
+    """Share of the GPU that the engine fills with KV cache. 0: `memory_gib`, whatever else uses the GPU meanwhile."""
     enforce_eager: bool = False
     colocated: bool = True
     start_timeout_s: float = 300.0

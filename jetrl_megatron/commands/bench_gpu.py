@@ -15,6 +15,8 @@ import typer
 
 ENGINES = ("jetrl", "bf16", "vllm-bf16", "vllm-fp8")
 """Ours in two modes, and stock vLLM in BF16 and in its own block FP8."""
+KV_GIB = 32.0
+"""KV cache of every engine: 256 sequences of 768 tokens of Qwen3-8B need 27."""
 TRAINERS = ("jetrl", "te", "bf16", "bf16-te")
 """Ours in FP8, TE in FP8 (blockwise), Megatron's BF16 linears, TE's BF16 linears (gradient accumulated in the GEMM)."""
 
@@ -119,7 +121,8 @@ def measure_rollout(s: dict) -> dict[str, float]:
             max_model_len=length,
             max_num_seqs=most,
             max_num_batched_tokens=8192,
-            gpu_memory_utilization=s.get("utilization", 0.85),
+            gpu_memory_utilization=0.01,
+            kv_cache_memory_bytes=int(s.get("kv_gib", KV_GIB) * 2**30),
             compilation_config={"cudagraph_capture_sizes": sizes},
             hf_overrides={"quantization_config": block} if s["engine"] == "vllm-fp8" else {},
             disable_log_stats=True,
@@ -156,7 +159,8 @@ def _our_llm(s: dict, length: int, most: int):
         rollout=RolloutConfig(
             max_num_seqs=most,
             max_num_batched_tokens=8192,
-            gpu_memory_utilization=s.get("utilization", 0.85),
+            gpu_memory_utilization=0.0,
+            memory_gib=s.get("kv_gib", KV_GIB),
             max_response_tokens=s["new"],
             colocated=False,
         ),
@@ -273,7 +277,7 @@ def measure_refit(s: dict) -> dict[str, float]:
     config = Config(
         model=ModelConfig(path=s["model"], max_length=512),
         rollout=RolloutConfig(
-            max_num_seqs=32, gpu_memory_utilization=s.get("utilization", 0.25), start_timeout_s=600.0,
+            max_num_seqs=32, gpu_memory_utilization=0.0, memory_gib=4.0, start_timeout_s=600.0,
             enforce_eager=s.get("eager", False),
         ),
         train=TrainConfig(device="cuda"),
