@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-
 FLUSH_ELEMENTS = 1 << 28
 """int32 read before each repetition: 1 GiB, 20 times the L2, and 250 us in which the host gets ahead of the device."""
 

@@ -29,18 +29,19 @@ def cases() -> Iterator[Case]:
         logp, entropy = function()
         (logp.sum() + 0.01 * entropy.sum()).backward()
 
-    yield Case(
-        "fused_logprob fwd+bwd (log-prob and entropy)",
-        f"{tokens} x {vocab}, H={width}",
-        lambda: run(lambda: fused_logprob(hidden, head, targets)),
-        flops=6 * tokens * vocab * width,
-        peers={
-            "two-step": lambda: run(lambda: two_step(hidden, head, targets, True)),
-            "two-step, log-prob only": lambda: run(lambda: two_step(hidden, head, targets, False)),
-        },
-        target="no slower than two-step",
-        graph=False,
-    )
+    for dtype in (torch.bfloat16, torch.float32):
+        yield Case(
+            f"fused_logprob fwd+bwd (log-prob and entropy), logits in {str(dtype).removeprefix('torch.')}",
+            f"{tokens} x {vocab}, H={width}",
+            lambda dtype=dtype: run(lambda: fused_logprob(hidden, head, targets, logits_dtype=dtype)),
+            flops=6 * tokens * vocab * width,
+            peers={
+                "two-step": lambda: run(lambda: two_step(hidden, head, targets, True)),
+                "two-step, log-prob only": lambda: run(lambda: two_step(hidden, head, targets, False)),
+            },
+            target="no slower than two-step",
+            graph=False,
+        )
 
 
 def peak_bytes(tokens: int, vocab: int, width: int = 1024) -> int:

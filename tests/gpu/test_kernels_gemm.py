@@ -5,6 +5,7 @@ Tolerance: tensor cores keep about 14 bits below the largest product of a block,
 result's norm in FP32, and one BF16 rounding where the output is BF16.
 """
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
 import os
