@@ -140,8 +140,9 @@ def slurm_executor(job: Job, site: Site) -> Any:
         # A container image's own ENV would win over what srun hands on: these names are taken from the job.
         container_env=list(exports) if site.container.image else None,
         srun_args=["--cpu-bind=none", *(["--label"] if job.nodes > 1 else [])],
-        # NeMo-Run prints every line it runs; the job's own messages would drown.
-        setup_lines="set +vx\n" + job_sh.partition("# Run a command on every node")[0].partition("\n")[2],
+        # NeMo-Run prints every line it runs (the job's own messages would drown), and asks srun for unbuffered output,
+        # which puts the tasks on a pseudo-terminal (progress bars in log files).
+        setup_lines="set +vx\nunset SLURM_UNBUFFEREDIO\n" + job_sh.partition("# Run a command on every node")[0].partition("\n")[2],
         tunnel=run.LocalTunnel(job_dir=str(Path(site.paths.jobs) / "experiments")),
         packager=run.GitArchivePackager(ref="HEAD", include_submodules=False),
         poll_estimated_start_time=False,
