@@ -139,7 +139,9 @@ def _build(architecture: str, family: ModuleType, config: dict[str, Any]) -> Mod
         return value
 
     heads, hidden = integer("num_attention_heads"), integer("hidden_size")
-    moe = "num_experts" in config and hasattr(family, "is_moe_layer")
+    moe = hasattr(family, "is_moe_layer")
+    if moe and "num_experts" not in config and "num_local_experts" in config:  # what transformers 5 writes
+        config = config | {"num_experts": config["num_local_experts"]}
     num_layers = integer("num_hidden_layers")
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
