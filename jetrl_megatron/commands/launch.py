@@ -119,7 +119,8 @@ def slurm_executor(job: Job, site: Site) -> Any:
     run = _nemo_run()
     s, exports = site.slurm, _exports(job, site)
     count = job.gpus_per_node or None
-    job_sh = (REPO / "slurm" / "job.sh").read_text()
+    # Without its first line (#!) and without jetrl_srun: NeMo-Run writes the srun line.
+    job_sh = (REPO / "slurm" / "job.sh").read_text().partition("# Run a command on every node")[0].partition("\n")[2]
     return run.SlurmExecutor(
         account=s.account,
         partition=s.partition,
@@ -142,7 +143,7 @@ def slurm_executor(job: Job, site: Site) -> Any:
         srun_args=["--cpu-bind=none", *(["--label"] if job.nodes > 1 else [])],
         # NeMo-Run prints every line it runs (the job's own messages would drown), and asks srun for unbuffered output,
         # which puts the tasks on a pseudo-terminal (progress bars in log files).
-        setup_lines="set +vx\nunset SLURM_UNBUFFEREDIO\n" + job_sh.partition("# Run a command on every node")[0].partition("\n")[2],
+        setup_lines="set +vx\nunset SLURM_UNBUFFEREDIO\n" + job_sh,
         tunnel=run.LocalTunnel(job_dir=str(Path(site.paths.jobs) / "experiments")),
         packager=run.GitArchivePackager(ref="HEAD", include_submodules=False),
         poll_estimated_start_time=False,
