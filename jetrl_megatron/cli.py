@@ -96,7 +96,7 @@ def launch(
 ) -> None:
     """Submit a recipe to Slurm, or run it here, through NeMo-Run.
 
-    Example: jetrl launch qwen3_8b_8k_jetrl --site site.toml --dry-run
+    Example: jetrl launch qwen3_8b_base_8k_jetrl --site site.toml --dry-run
     """
     from jetrl_megatron.commands.launch import run
 
@@ -126,7 +126,7 @@ def estimate(
 ) -> None:
     """Memory per GPU and a first-order step time of a recipe, from data-sheet figures: an estimate.
 
-    Example: jetrl estimate qwen3_8b_8k_jetrl --nodes 2
+    Example: jetrl estimate qwen3_8b_base_8k_jetrl --nodes 2
     """
     from jetrl_megatron.commands.estimate import run
 

@@ -7,8 +7,9 @@ import signal
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
-from jetrl_megatron import signals
+from jetrl_megatron import first_error, signals
 from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.errors import RunError
 from jetrl_megatron.slurm_env import world_from_env
@@ -67,14 +68,16 @@ def launch(task: str, config: Config, output: Path) -> int:
         try:
             elastic_launch(launch_config, sys.executable)(*command)
         except ChildFailedError as error:
-            if error.failures and all(f.exitcode == signals.REQUEUE_EXIT_CODE for f in error.failures.values()):
+            codes = {failure.exitcode for failure in error.failures.values()}
+            # torchrun ends by SIGTERM the ranks that are a moment behind the first to leave.
+            if signals.REQUEUE_EXIT_CODE in codes and codes <= {signals.REQUEUE_EXIT_CODE, -signal.SIGTERM}:
                 return signals.REQUEUE_EXIT_CODE
-            raise RunFailed(_first_failure(error, output)) from None
+            rank, failure = first_error.write(output, world.node_rank, error.failures)
+            raise RunFailed(_describe(rank, failure, output)) from None
     return 0
 
 
-def _first_failure(error, output: Path) -> str:
-    rank, failure = error.get_first_failure()
+def _describe(rank: int, failure: Any, output: Path) -> str:
     if failure.exitcode < 0:
         how = f"was killed by {signal.Signals(-failure.exitcode).name}"
     else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 
 import torch
 import torch.distributed as dist
 
-from jetrl_megatron.config import Config
+from jetrl_megatron.config import Config, ConfigError
+from jetrl_megatron.env_list import differences, numerics
 from jetrl_megatron.megatron import patches
 
 
@@ -57,8 +59,23 @@ def initialize(config: Config) -> torch.device:
             distributed_timeout_minutes=max(1, round(config.train.timeout_s / 60)),
             create_gloo_process_groups=device.type == "cpu",
         )
+    _check_environments()
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed + 1)
     return device
+
+
+def _check_environments() -> None:
+    """Ranks on different hosts may get different variables: those that change numbers must be the same everywhere.
+
+    Raises:
+        ConfigError: naming each variable, its values, and which ranks have them.
+    """
+    mine = {name: os.environ[name] for name in numerics() if name in os.environ}
+    everyone: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size()
+    dist.all_gather_object(everyone, (f"rank {dist.get_rank()} on {socket.gethostname()}", mine))
+    problems = differences(dict(everyone))
+    if problems:
+        raise ConfigError(problems)
 
 
 def shutdown() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from jetrl_conversion.layout import Layout
 from jetrl_conversion.model_spec import load_model_spec
+from jetrl_megatron import signals
 from jetrl_megatron.config import Config
 from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, plan_slots
 from jetrl_megatron.rollout.environment import engine_environment
@@ -129,6 +130,8 @@ class RolloutEngine:
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C in a terminal goes to the trainer, which closes its engines.
                 start_new_session=True,
+                # Slurm signals every process of a task: the engine must live until the trainer has saved.
+                preexec_fn=signals.ignore,
             )
         self._connection = Connection(ours.detach())
         self._connection.send(self.settings)
