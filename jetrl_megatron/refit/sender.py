@@ -87,6 +87,7 @@ class RefitSender:
         # (On a GPU this also waits until the bytes are there.)
         ours = self._gather_digests(parameters)
         dist.barrier()
+        mismatched = 0
         if self.pool is not None:
             message = RefitMessage(
                 version=self.trainer.version,
@@ -94,13 +95,12 @@ class RefitSender:
                 segments=tuple(segments),
                 slots=tuple(self.slots),
             )
-            self.pool.load(message, ours)
+            mismatched = self.pool.load(message, ours)
         dist.barrier()
         return RefitReport(
             version=self.trainer.version,
             tensors=len(ours),
-            # A difference has ended the run above.
-            mismatched=0,
+            mismatched=mismatched,
             nbytes=self.plan.total_bytes,
             seconds=time.perf_counter() - started,
         )

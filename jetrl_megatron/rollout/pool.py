@@ -93,18 +93,21 @@ class EnginePool:
         for engine in self.engines:
             engine.start()
 
-    def load(self, message: RefitMessage, digests: Mapping[str, int]) -> None:
+    def load(self, message: RefitMessage, digests: Mapping[str, int]) -> int:
         """Bring every replica to `message.version` and compare live bytes.
 
         Args:
             digests: the trainer's, by Hugging Face name.
+
+        Returns:
+            Number of tensors that differed, over all replicas.
 
         Raises:
             RefitMismatch: naming the tensors. EngineDied: for the second time.
         """
         self._message, self._digests = message, digests
         self._replaced.clear()
-        self._each(self._refit)
+        return sum(self._each(self._refit))
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         """One answer to each prompt, in order; prompts are dealt to the replicas in runs of equal length.
@@ -138,12 +141,13 @@ class EnginePool:
             self._replaced.add(engine.replica)
             log.warning("%s\nstarting it again", death)
             engine.restart()
-            if self._message is not None:
+            if self._message is not None and action != self._refit:
                 self._refit(engine)
-            return action(engine) if action != self._refit else None  # type: ignore[return-value]
+            return action(engine)
 
-    def _refit(self, engine: RolloutEngine) -> None:
+    def _refit(self, engine: RolloutEngine) -> int:
         assert self._message is not None
         names = differing(self._digests, engine.refit(self._message))
         if names:
             raise RefitMismatch(engine.replica, names)
+        return len(names)
