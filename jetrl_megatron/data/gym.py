@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from jetrl_megatron.config import ConfigError, nearest
+from jetrl_megatron.data.expressions import evaluates, harmless, time_limit
 from jetrl_megatron.data.task import Item, final_answer, held_out, keyed_random
 
 MAX_ATTEMPTS = 2000
 """Draws for one item of the wanted split before a dataset counts as having too few distinct questions."""
 
 EVAL_SEED = "held-out"
+SCORE_SECONDS = 5.0
 
 UNBOUNDED = 2**31
 BOUNDED = 8192
@@ -37,6 +39,7 @@ class GymTask:
         """
         self.name, self.seed = f"reasoning_gym:{name}", seed
         self._dataset, self._places = _create(name, options)
+        self._evaluates = evaluates(type(self._dataset).score_answer) or name == "composite"
         self.scorer_errors = 0
 
     def train_item(self, index: int, attempt: int = 0) -> Item:
@@ -61,10 +64,18 @@ class GymTask:
         return list(items.values())
 
     def score(self, item: Item, response: str) -> float:
-        """The dataset's own score of the (tagged or whole) answer. A scorer that raises on odd text scores 0."""
+        """The dataset's own score of the (tagged or whole) answer.
+
+        0 for text on which the scorer fails or takes longer than `SCORE_SECONDS`, and for text that a scorer would
+        run as a program.
+        """
+        answer = final_answer(response)
+        if self._evaluates and answer != item.answer and not harmless(answer):
+            return 0.0
         entry = {"question": item.question, "answer": item.answer, "metadata": item.metadata}
         try:
-            return float(self._dataset.score_answer(final_answer(response), entry))
+            with time_limit(SCORE_SECONDS):
+                return float(self._dataset.score_answer(answer, entry))
         except Exception:
             # Scorers of a hundred datasets meet text that their authors never tried: wrong answer, not a failed run.
             self.scorer_errors += 1
