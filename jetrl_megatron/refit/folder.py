@@ -34,7 +34,7 @@ def loaded_engines(folder: Path, config: Config, output: Path) -> Iterator[Engin
         CheckpointError: tensors missing, extra or of another shape. RefitMismatch: see `EnginePool.load`.
     """
     reader = HFFolderReader(folder)
-    spec, target = reader.spec, rollout_layout(config)
+    spec, target = reader.spec(), rollout_layout(config)
     reader.check({name: info.shape for name, info in spec.tensors().items()})
     # The trainer's layout decides with the engine's which tensors are FP8, so that this measures the trained policy.
     fp8 = fp8_tensors(spec, config) if config.precision.mode != "bf16" else set()
