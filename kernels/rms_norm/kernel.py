@@ -56,8 +56,8 @@ def _row_kernel(
         x = to_bf16(to_f32(x) + to_f32(tl.load(residual_ptr + row * cols + c, mask=mask, other=0.0)))
         tl.store(total_ptr + row * cols + c, x, mask=mask)
     value = to_f32(x)
-    # Eight neighbours, always in one thread, are summed in order in FP32; the sums of eight in FP64, where the order that
-    # the compiler picks anew for each variant of this kernel cannot show.
+    # Eight neighbours, always in one thread, are summed in order in FP32; the sums of eight in FP64, where the order
+    # that the compiler picks anew for each variant of this kernel cannot show.
     eights = tl.sum(tl.reshape(value * value, (WIDTH // 8, 8)), axis=1)
     mean = (tl.sum(eights.to(tl.float64), axis=0) / cols).to(tl.float32)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
