@@ -36,7 +36,7 @@ from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.hardware import GIB, GPUS_PER_NODE, Gpu
 from jetrl_megatron.layouts import rollout_layout, trainer_layout
 
-LOGITS_CHUNK = 1 << 27
+LOGITS_CHUNK = 1 << 28
 """Logits in flight (jetrl_kernels.fused_logprob.CHUNK_LOGITS), each as BF16 and twice as FP32."""
 TRAINER_OVERHEAD = 3.0 * GIB
 """CUDA context, NCCL and cuBLAS buffers, allocator slack."""
