@@ -50,7 +50,8 @@ def loaded_engines(folder: Path, config: Config, output: Path) -> Iterator[Engin
             whole = reader.whole(name).to(torch.bfloat16)
             weights[name] = whole
             if name in fp8:
-                weights[name], weights[name + SCALE_SUFFIX], *_ = quant_weight(whole, config.precision.scales)
+                quantized = quant_weight(whole, config.precision.scales)
+                weights[name], weights[name + SCALE_SUFFIX] = quantized.codes, quantized.scale
         keep = [name for name, info in spec.tensors().items() if info.quantized and name not in fp8]
         for transfer in plan_reshard(spec, Layout("hf"), target, fp8=bool(fp8), keep_bf16=keep).transfers:
             for source, place in pairs(transfer, weights, lambda rank, n: segments[rank].view(by_name[rank][n])):
