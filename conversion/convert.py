@@ -25,7 +25,7 @@ from jetrl_conversion.safetensors_io import SCALE_SUFFIX, HFFolderWriter
 from jetrl_conversion.sources import HF_SUBFOLDER, Source, open_source
 from jetrl_conversion.tiles import quantized_tensors
 from jetrl_conversion.torch_dist import TorchDistWriter, split_rows
-from jetrl_kernels.formats import BLOCK, check_policy, scale_shape
+from jetrl_kernels.formats import BLOCK, SCALE_POLICIES, scale_shape
 from jetrl_kernels.quant_weight import quant_weight
 
 STOCK_VLLM = Layout("vllm")
@@ -113,7 +113,8 @@ def write_fp8(
     source: Source, dst: str | Path, *, scales: str, keep_bf16: Iterable[str] = (), layouts: Iterable[Layout] = ()
 ) -> None:
     """Write `source` as a block-FP8 folder. See `hf_to_fp8`."""
-    check_policy(scales)
+    if scales not in SCALE_POLICIES:
+        raise ConversionError(f"--scales {scales!r} is not one of {', '.join(SCALE_POLICIES)}")
     layouts = [STOCK_VLLM, *layouts]
     fp8 = quantized_tensors(source.spec, *layouts, keep_bf16=keep_bf16)
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}

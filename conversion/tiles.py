@@ -133,10 +133,11 @@ def _tile_reason(spec: ModelSpec, rule: Rule, layout: Layout) -> str | None:
             )
             shifted = block.local_row % BLOCK or block.local_col % BLOCK
             if cut or shifted:
+                end = block.row + block.rows
+                tile = (block.row if shifted or block.row % BLOCK else end) // BLOCK
                 what = "cut" if cut else f"moved to local row {block.local_row}"
                 unit = f"head_dim {spec.head_dim}, " if rule.row.split == "qkv" else ""
-                return f"{unit}rows {block.row}..{block.row + block.rows - 1} of rank {shard}: tile row " \
-                       f"{block.row // BLOCK} is {what}"  # fmt: skip
+                return f"{unit}rows {block.row}..{end - 1} of rank {shard}: tile row {tile} is {what}"
     if rule.experts > 1 and layout.kind == "vllm" and stacked_rows(rule, layout) % BLOCK:
         return f"{stacked_rows(rule, layout)} rows per stacked expert are not a multiple of {BLOCK}"
     return None
