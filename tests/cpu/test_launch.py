@@ -120,6 +120,13 @@ def test_every_recipe_can_be_launched(tmp_path: Path):
         assert job.nodes * job.gpus_per_node == gpus(registry.get(name))
 
 
+def test_local_run_that_fails_is_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """All the way through NeMo-Run's local executor, task.sh and train.sh; the model is not on this machine."""
+    overrides = [f"model.path={tmp_path}/models/Qwen3-0.6B"]
+    assert launch.run("qwen3_0_6b_2gpu_jetrl", overrides, executor="local", output=tmp_path / "run") == 1
+    assert "Qwen3-0.6B holds no config.json" in "".join(capfd.readouterr())
+
+
 def test_site_lists_every_problem(tmp_path: Path):
     text = """
     acount = 1

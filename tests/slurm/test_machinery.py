@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from pathlib import Path
 
@@ -80,3 +81,16 @@ def test_preempted_job_comes_back(slurm: Cluster, shared: Path):
     result = slurm.wait(job, timeout=120)
     assert (result["JobState"], result["Restarts"]) == ("COMPLETED", "1"), log(shared, job)
     assert counted(log(shared, job)) == list(range(1, 9)), log(shared, job)
+
+
+def test_following_a_job_shows_its_log_and_returns_its_status(
+    slurm: Cluster, shared: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from jetrl_megatron.slurm_follow import follow
+
+    monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+    wrapped = "echo one; sleep 2; echo two; exit 3"
+    job = slurm.run("sbatch", "--parsable", "-o", f"{shared}/log_%j_0.out", "--wrap", wrapped).stdout.strip()
+    shown = io.StringIO()
+    assert follow(job, shared, shown) == 3
+    assert shown.getvalue().splitlines() == ["one", "two", f"job {job}: FAILED"]
