@@ -98,18 +98,26 @@ def _child(task: str, settings: dict) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def measure_rollout(s: dict) -> dict[str, float]:
-    """Tokens a second for each batch size: the median of two runs after one that warms up."""
+def measure_rollout(s: dict) -> dict:
+    """Tokens a second for each batch size: the better of two runs after one that warms up; seconds of all three."""
     import os
 
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DEEP_GEMM_WARMUP": "skip", "VLLM_PLUGINS": "jetrl"}
+    ours = s["engine"] in ("jetrl", "bf16")
+    os.environ |= {
+        # An engine core of its own overlaps scheduling with the GPU's work.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if s.get("own_process", True) else "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `_random_parameters` travels to that process
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_PLUGINS": "jetrl" if ours else "none",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
     import torch
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
     length, most = s["prompt"] + s["new"], max(s["sequences"])
     sizes = sorted({1, 8, *s["sequences"], *range(32, most + 1, 32)})
-    if s["engine"] in ("jetrl", "bf16"):
+    if ours:
         llm = _our_llm(s, length, most)
     else:
         block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -130,7 +138,7 @@ def measure_rollout(s: dict) -> dict[str, float]:
     llm.apply_model(_random_parameters)
     asked = SamplingParams(temperature=1.0, max_tokens=s["new"], ignore_eos=True, detokenize=False)
     wait_for_turn(s)
-    found: dict[str, float] = {}
+    found: dict = {"rounds": {}}
     for n in s["sequences"]:
         times = []
         for round_ in range(3):
@@ -141,8 +149,8 @@ def measure_rollout(s: dict) -> dict[str, float]:
             started = time.perf_counter()
             llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], asked if round_ else few, use_tqdm=False)
             times.append(time.perf_counter() - started)
-        found[str(n)] = n * s["new"] / statistics.median(times[1:])
-    found["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        found["rounds"][str(n)] = times
+        found[str(n)] = n * s["new"] / min(times[1:])
     return found
 
 
@@ -202,6 +210,12 @@ def measure_train(s: dict) -> dict[str, float]:
     from jetrl_megatron.commands import one_rank
     from jetrl_megatron.config import Config, ModelConfig, PrecisionConfig, TrainConfig
 
+    # Imports are slow and need no GPU: before the turn.
+    import jetrl_megatron.megatron.trainer
+
+    if s["mode"].endswith("te"):
+        import jetrl_megatron.megatron.gpu.te  # noqa: F401
+    wait_for_turn(s)
     with tempfile.TemporaryDirectory() as folder:
         model = one_rank.largest_layers(load_model_spec(s["model"]), s["layers"], Path(folder))
         config = Config(
@@ -230,7 +244,6 @@ def measure_train(s: dict) -> dict[str, float]:
         value = -(logp * batch.mask * batch.advantages).sum() / total
         return value, {"loss": value.detach()}
 
-    wait_for_turn(s)
     steps, passes = [], []
     for _ in range(7):
         steps.append(_timed(lambda: trainer.step(batches, loss)))

@@ -48,6 +48,13 @@ def engine_environment(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "CUDA_VISIBLE_DEVICES": "",
         }
-    elif devices is not None:
+        return env
+    env |= {
+        # Compiling over a thousand GEMM shapes at start would take minutes; those in use are compiled and kept.
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        # FlashInfer's sampler is compiled at start, and only cut distributions would use it.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    if devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     return env
