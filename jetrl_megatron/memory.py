@@ -240,8 +240,11 @@ def _placement_problems(config: Config, spec: ModelSpec, src: Layout) -> Iterato
         yield f"parallel.nodes: {total} GPUs do not divide over {p.nodes} nodes"
     if r.colocated and sampling > p.world_size:
         yield f"rollout: {r.replicas} replicas of tp={r.tp} need {sampling} GPUs, the trainer has {p.world_size}"
-    if r.tp > GPUS_PER_NODE:
-        yield f"rollout.tp: {r.tp} is more than the {GPUS_PER_NODE} GPUs of a node"
+    if sampling > GPUS_PER_NODE:
+        yield (
+            f"rollout: {r.replicas} replicas of tp={r.tp} need {sampling} GPUs; all engines run on the first node, "
+            f"which has {GPUS_PER_NODE}"
+        )
     if p.tp > GPUS_PER_NODE:
         yield f"parallel.tp: {p.tp} is more than the {GPUS_PER_NODE} GPUs of a node"
 

@@ -16,6 +16,7 @@ from jetrl_megatron.config import (
     RolloutConfig,
     TrainConfig,
 )
+from jetrl_megatron.hardware import GPUS_PER_NODE
 
 PROMPT = 1024
 """Tokens left for the prompt beside the longest answer."""
@@ -60,7 +61,8 @@ def on_h100(
         parallel=parallel,
         rollout=RolloutConfig(
             tp=rollout_tp,
-            replicas=parallel.world_size // rollout_tp,
+            # All engines run on the first node until engines of other nodes can be driven.
+            replicas=min(parallel.world_size, GPUS_PER_NODE) // rollout_tp,
             max_response_tokens=answer,
             max_num_seqs=256,
             max_num_batched_tokens=8192,

@@ -48,10 +48,10 @@ def list_text() -> str:
 
 
 def on_nodes(config: Config, nodes: int) -> Config:
-    """The same recipe on another number of whole nodes: data parallel ranks and replicas fill them.
+    """The same recipe on another number of whole nodes: data parallel ranks fill them, engines the first one.
 
     Raises:
-        ConfigError: the trainer's or the engines' ranks do not fill the nodes.
+        ConfigError: the trainer's ranks do not fill the nodes, or the engines' the first.
     """
     if nodes == config.parallel.nodes:
         return config
@@ -60,14 +60,13 @@ def on_nodes(config: Config, nodes: int) -> Config:
     if on_cpu(config):
         raise ConfigError(["--nodes: this recipe runs on a CPU; nodes of GPUs are what is estimated"])
     wrong = [f"--nodes: {total} GPUs do not divide by tp x pp x cp = {inner}"] if total % inner else []
-    if total % config.rollout.tp:
-        wrong.append(f"--nodes: {total} GPUs do not divide by rollout.tp = {config.rollout.tp}")
+    if GPUS_PER_NODE % config.rollout.tp:
+        wrong.append(f"--nodes: {GPUS_PER_NODE} GPUs of a node do not divide by rollout.tp = {config.rollout.tp}")
     if wrong:
         raise ConfigError(wrong)
-    return apply_overrides(
-        config,
-        [f"parallel.nodes={nodes}", f"parallel.dp={total // inner}", f"rollout.replicas={total // config.rollout.tp}"],
-    )
+    replicas = GPUS_PER_NODE // config.rollout.tp
+    sizes = {"parallel.nodes": nodes, "parallel.dp": total // inner, "rollout.replicas": replicas}
+    return apply_overrides(config, [f"{key}={value}" for key, value in sizes.items()])
 
 
 def report(config: Config, device: Gpu) -> str:
