@@ -205,13 +205,12 @@ def measure_train(s: dict) -> dict[str, float]:
     """Medians of five steps after two; memory is what torch reserved at most."""
     import torch
 
+    # Imports are slow and need no GPU: before the turn.
+    import jetrl_megatron.megatron.trainer
     from jetrl_conversion.model_spec import load_model_spec
     from jetrl_megatron.batch import Sample, micro_batches
     from jetrl_megatron.commands import one_rank
     from jetrl_megatron.config import Config, ModelConfig, PrecisionConfig, TrainConfig
-
-    # Imports are slow and need no GPU: before the turn.
-    import jetrl_megatron.megatron.trainer
 
     if s["mode"].endswith("te"):
         import jetrl_megatron.megatron.gpu.te  # noqa: F401

@@ -30,6 +30,7 @@ from jetrl_megatron.megatron.layers import (
     RMSNorm,
     SiluMul,
 )
+from jetrl_megatron.megatron.mlp import Fp8Mlp
 
 
 def transformer_config(spec: ModelSpec, config: Config) -> TransformerConfig:
@@ -106,6 +107,7 @@ def layer_spec(spec: ModelSpec, fp8: set[str], backend: str = "jetrl") -> Module
         return classes["row", f"model.layers.0.{name}.weight" in fp8]
 
     mlp = MLPSubmodules(linear_fc1=column("mlp.gate_proj"), linear_fc2=row("mlp.down_proj"), activation_func=SiluMul)
+    fused = mlp.linear_fc1 is Fp8ColumnParallelLinear and mlp.linear_fc2 is Fp8RowParallelLinear
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -123,7 +125,7 @@ def layer_spec(spec: ModelSpec, fp8: set[str], backend: str = "jetrl") -> Module
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            mlp=partial((Fp8Mlp if fused else MLP).as_mlp_submodule, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
     )
