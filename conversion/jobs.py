@@ -39,16 +39,17 @@ def run_jobs(jobs: Sequence[Job], title: str, workers: int | None = None) -> Non
             _progress(sum(size for _, size in jobs), title) as advance,
             ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
         ):
-            futures = {pool.submit(work): size for work, size in jobs}
-            pending = set(futures)
-            while pending:
-                done, pending = wait(pending, timeout=0.5, return_when=FIRST_EXCEPTION)
-                failed = next((f for f in done if f.exception() is not None), None)
-                if failed is not None:
-                    for future in pending:
-                        future.cancel()
-                    failed.result()
-                advance(sum(futures[f] for f in done))
+            sizes = {pool.submit(work): size for work, size in jobs}
+            pending = set(sizes)
+            try:
+                while pending:
+                    done, pending = wait(pending, timeout=0.5, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    advance(sum(sizes[future] for future in done))
+            except BaseException:  # Ctrl-C too: what has not started yet must not run
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
     finally:
         torch.set_num_threads(threads)
 

@@ -120,6 +120,9 @@ class HFFolderReader:
         count = entry.nbytes // entry.dtype.itemsize
         if not count:
             return torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.offset % entry.dtype.itemsize:  # other writers do not align; such a tensor is copied
+            raw = bytearray(self._maps[file][entry.offset : entry.offset + entry.nbytes])
+            return torch.frombuffer(raw, dtype=entry.dtype).view(entry.shape)
         return torch.frombuffer(self._maps[file], dtype=entry.dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def side_files(self) -> list[Path]:

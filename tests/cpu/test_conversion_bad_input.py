@@ -369,3 +369,17 @@ def test_fp8_folder_with_a_scale_missing_or_of_another_type(made, tmp_path):
     with pytest.raises(ConversionError, match="is not FP8"):
         convert.fp8_to_hf(made / "hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_another_writer_did_not_align(tmp_path):
+    """safetensors allows any offset: one odd-sized FP8 tensor shifts the FP32 one behind it."""
+    header = {"a": {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [0, 3]},
+              "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}}  # fmt: skip
+    raw = json.dumps(header).encode()
+    values = torch.tensor([1.5, -2.25])
+    data = torch.tensor([1, 2, 3], dtype=torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data + values.numpy().tobytes())
+    (tmp_path / "config.json").write_text("{}")
+    reader = HFFolderReader(tmp_path)
+    assert torch.equal(reader.whole("b"), values)
+    assert reader.whole("a").float().tolist() == [1, 2, 3]

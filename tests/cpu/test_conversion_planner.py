@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from jetrl_conversion.errors import LayoutError
 from jetrl_conversion.known_models import MODELS, known_config
-from jetrl_conversion.layout import Layout, local_shapes, padded_vocab, pieces
+from jetrl_conversion.layout import Layout, Piece, local_shapes, padded_vocab, pieces
 from jetrl_conversion.model_spec import ModelSpec, load_model_spec
-from jetrl_conversion.planner import plan_reshard, quantized_tensors, violations
+from jetrl_conversion.planner import Transfer, plan_reshard, quantized_tensors, violations
 
 HF = Layout("hf")
 
@@ -35,6 +35,14 @@ def covered(rectangles: list[tuple[tuple[int, int], tuple[int, int]]]) -> int:
     return total
 
 
+def lies_in(t: Transfer, p: Piece) -> bool:
+    """Whether a transfer reads inside a piece, at the place of the Hugging Face tensor that it claims."""
+    (row, col), (rows, cols), (top, left), (height, width) = t.hf_start, t.size, p.hf_start, p.size
+    inside = top <= row and row + rows <= top + height and left <= col and col + cols <= left + width
+    shift = (t.src_start[0] - p.local_start[0], t.src_start[1] - p.local_start[1])
+    return inside and shift == (row - top, col - left)
+
+
 def check_plan(spec: ModelSpec, src: Layout, dst: Layout) -> None:
     """Every destination element once, from where the source really has it; moved elements equal the overlap."""
     plan = plan_reshard(spec, src, dst)
@@ -43,18 +51,11 @@ def check_plan(spec: ModelSpec, src: Layout, dst: Layout) -> None:
         for piece in pieces(spec, src, rank):
             there.setdefault((rank, piece.local_name, piece.hf_name), []).append(piece)
     arriving, received = {}, {}
-    for t in plan.transfers:
+    transfers = plan.transfers
+    for t in transfers:
         arriving.setdefault((t.dst_rank, t.dst_local), []).append((t.dst_start, t.size))
         received.setdefault((t.dst_rank, t.hf_name, t.dst_local), []).append((t.hf_start, t.size))
-        assert any(
-            all(
-                t.hf_start[i] >= p.hf_start[i]
-                and t.hf_start[i] + t.size[i] <= p.hf_start[i] + p.size[i]
-                and t.src_start[i] - p.local_start[i] == t.hf_start[i] - p.hf_start[i]
-                for i in (0, 1)
-            )
-            for p in there[(t.src_rank, t.src_local, t.hf_name)]
-        ), f"rank {t.src_rank} does not hold {t}"
+        assert any(lies_in(t, p) for p in there[(t.src_rank, t.src_local, t.hf_name)]), f"{t.src_rank} lacks {t}"
         if t.quantized:
             assert not any((*t.src_start, *t.dst_start, *t.hf_start)[i] % 128 for i in range(6))
     for rank in range(dst.world):
@@ -68,10 +69,13 @@ def check_plan(spec: ModelSpec, src: Layout, dst: Layout) -> None:
         for key, boxes in by_tensor.items():
             assert covered(received.pop(key)) == covered(boxes)
     assert not arriving and not received
-    moved = plan.bytes_received()
-    assert moved == {r: sum(t.nbytes for t in plan.receives(r)) for r in range(dst.world)}
-    assert plan.bytes_sent() == {r: sum(t.nbytes for t in plan.sends(r)) for r in range(src.world)}
-    assert sum(moved.values()) == sum(plan.bytes_sent().values())
+    sent, moved = dict.fromkeys(range(src.world), 0), dict.fromkeys(range(dst.world), 0)
+    for t in transfers:
+        sent[t.src_rank] += t.nbytes
+        moved[t.dst_rank] += t.nbytes
+    assert (plan.bytes_sent(), plan.bytes_received()) == (sent, moved)
+    assert plan.sends(src.world - 1) == [t for t in transfers if t.src_rank == src.world - 1]
+    assert plan.receives(dst.world - 1) == [t for t in transfers if t.dst_rank == dst.world - 1]
 
 
 # Four layers keep the number of objects small; every tensor has its real size, and pp = 4 has one layer a stage.

@@ -139,7 +139,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [2])  # TP 1 is what the engine below runs; 2 has cut heads and copied KV heads
 def test_vllm_modules_hold_our_pieces(root, tp):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_"))}
     env |= ENV
