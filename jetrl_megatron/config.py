@@ -139,6 +139,9 @@ class SFTConfig:
     batch_size: int = 64
     lr: float = 1e-3
     seed: int = 1234
+    wrong_share: float = 0.0
+    """Share of the demonstrations that show another question's answer: the policy starts out unsure, and RL has
+    something to choose from."""
 
 
 @dataclass(kw_only=True)
@@ -218,6 +221,8 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
             yield key, f"must not be negative, not {get_value(c, key)}"
     if c.grpo.group_size < 2:
         yield "grpo.group_size", f"a group needs at least 2 answers for a relative advantage, not {c.grpo.group_size}"
+    if not 0 <= c.sft.wrong_share < 1:
+        yield "sft.wrong_share", f"must be in [0, 1), not {c.sft.wrong_share}"
     for key in ("grpo.clip_low", "grpo.clip_high"):
         if not get_value(c, key) > 0:
             yield key, f"must be greater than 0, not {get_value(c, key)}"

@@ -30,8 +30,9 @@ def sft(config: Config, output: Path) -> int:
     task = load_task(config.data, config.sft.seed)
     first = dist.get_rank() == 0
     for step in track(range(config.sft.steps), "sft", disable=not first):
+        first_item = step * config.sft.batch_size
         samples = [
-            _sample(*supervised_example(task, tokenizer, config, step * config.sft.batch_size + i))
+            _sample(*supervised_example(task, tokenizer, config, first_item + i, config.sft.wrong_share))
             for i in range(config.sft.batch_size)
         ]
         tokens = sum(len(s.response_ids) for s in samples)
