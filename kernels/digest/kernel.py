@@ -13,10 +13,10 @@ from jetrl_kernels.triton_lib import splitmix64
 
 _ROW_SEED = tl.constexpr(ROW_SEED)
 _COL_SEED = tl.constexpr(COL_SEED)
-WIDTH, ROWS, LOOP, WARPS = 256, 16, 8, 4
+WIDTH, ROWS, MOST, WARPS = 128, 16, 16, 4
 
 
-@triton.jit(do_not_specialize=["row0", "unit0"])
+@triton.jit(do_not_specialize=["row0", "unit0", "loop"])
 def _kernel(
     t_ptr,
     partial_ptr,
@@ -25,10 +25,10 @@ def _kernel(
     stride,
     row0,
     unit0,
+    loop,
     BYTES: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    LOOP: tl.constexpr,
 ):
     """Unit: a word of 4 bytes (BYTES false) or one byte. unit0: its index in the global row."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -37,8 +37,8 @@ def _kernel(
     wide = tl.zeros((ROWS, WIDTH), tl.uint64)
     short = tl.zeros((ROWS, WIDTH), tl.uint32)
     keys = tl.zeros((WIDTH,), tl.uint64)
-    for step in range(LOOP):
-        u = (tl.program_id(1).to(tl.int64) * LOOP + step) * WIDTH + tl.arange(0, WIDTH)
+    for step in range(loop):
+        u = (tl.program_id(1).to(tl.int64) * loop + step) * WIDTH + tl.arange(0, WIDTH)
         position = unit0 + u
         mask = (r < rows)[:, None] & (u < units)[None, :]
         value = tl.load(t_ptr + r[:, None] * stride + u[None, :], mask=mask, other=0)
@@ -72,9 +72,22 @@ def digest_tensor(t: Tensor, row0: int, col0: int) -> Tensor:
     by_word = not (first % 4 or count % 4 or (raw.stride(0) % 4 and raw.shape[0] > 1) or raw.data_ptr() % 4)
     if by_word:
         raw, first, count = raw.view(torch.int32), first // 4, count // 4
-    grid = (triton.cdiv(raw.shape[0], ROWS), triton.cdiv(count, WIDTH * LOOP))
+    pieces = triton.cdiv(count, WIDTH)
+    loop = triton.cdiv(pieces, triton.cdiv(pieces, MOST))  # programs of a row share its pieces evenly
+    grid = (triton.cdiv(raw.shape[0], ROWS), triton.cdiv(pieces, loop))
     partial = torch.empty(grid, dtype=torch.int64, device=t.device)
     _kernel[grid](
-        raw, partial, raw.shape[0], count, raw.stride(0), row0, first, not by_word, WIDTH, ROWS, LOOP, num_warps=WARPS
+        raw,
+        partial,
+        raw.shape[0],
+        count,
+        raw.stride(0),
+        row0,
+        first,
+        loop,
+        not by_word,
+        WIDTH,
+        ROWS,
+        num_warps=WARPS,
     )
     return partial.sum()

@@ -170,8 +170,9 @@ def _backward_kernel(
     tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * cols + c, dw, mask=mask)
 
 
-def _warps(width: int) -> int:
-    return max(1, min(8, width // 512))
+def _warps(width: int, channels_each: int) -> int:
+    """Warps for a row of `width`, so that a thread has about `channels_each` / 32 channels; a function of H alone."""
+    return max(1, min(16, width // channels_each))
 
 
 def forward(
@@ -210,7 +211,7 @@ def forward(
             bf16 and not col,
             row and not col,
             width,
-            num_warps=_warps(width),
+            num_warps=_warps(width, 1024),
         )
     if row_out is not None:
         return row_out, total, rstd
@@ -250,6 +251,6 @@ def backward(
             triton.cdiv(rows, programs),
             d_total is not None,
             width,
-            num_warps=_warps(width),
+            num_warps=_warps(width, 512),
         )
     return dx, partial.sum(0)

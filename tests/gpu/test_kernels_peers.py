@@ -16,13 +16,13 @@ KINDS = ["normal", "heavy", "gradient", "ties", "zero rows"]
 
 
 def inputs(rows: int, cols: int, kind: str) -> torch.Tensor:
-    """BF16 whose groups lie above vLLM's floor of 1e-10, but for the zero rows of one kind."""
+    """BF16 whose groups lie above vLLM's floor (scale 1e-10, amax 4.5e-8), but for the zero rows of one kind."""
     torch.manual_seed(11)
     x = torch.randn(rows, cols, device="cuda")
     if kind == "heavy":
         x = torch.distributions.StudentT(1.5).sample((rows, cols)).cuda()
     elif kind == "gradient":
-        x = x * 1e-8
+        x = x * 1e-6
     elif kind == "ties":
         x = torch.randint(-64, 65, (rows, cols), device="cuda") * 7 * 2.0**-3  # 448 / 2**k among them
     elif kind == "zero rows":
@@ -100,7 +100,7 @@ def test_every_gemm_backend_gives_the_same_bits(weight, tokens):
         assert torch.equal(deepgemm.gemm_nt(*a, q.codes, q.scale, out.fill_(7)), want)
         unrounded = deepgemm.gemm_nt_fp32(*a, q.codes, q.scale, torch.empty_like(out, dtype=torch.float32))
         assert torch.equal(unrounded.bfloat16(), want)
-    if k == 4096:  # deeper: cuBLASLt splits K at few rows
+    if k == 4096 and tokens >= 128:  # deeper, or with few rows, cuBLASLt may split K
         assert torch.equal(cublaslt.scaled_mm_nt(*a, q.codes, q.scale, torch.bfloat16), want)
         if cublaslt.transformer_engine():
             assert torch.equal(cublaslt.gemm_nt(*a, q.codes, q.scale, out.fill_(7)), want)
