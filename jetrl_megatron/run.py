@@ -55,7 +55,8 @@ class Run:
                 self.pool.start()
                 self.sampler = Sampler(config, self.model_dir, self.pool)
             self.trainer = Trainer(config, spec, self.device)
-            newest = checkpoint_names.latest(self.output)
+            # One rank looks: on a shared file system another may not see the newest folder yet.
+            newest = self._from_lead(lambda: checkpoint_names.latest(self.output))
             if newest is None:
                 weights.load_hf(self.trainer, self.model_dir)
                 self.first_step = 0
@@ -67,7 +68,6 @@ class Run:
             self.sender = RefitSender(self.trainer, self.pool)
             stack.callback(self.sender.close)
             self._refitted: RefitReport | None = None
-            self._started = time.perf_counter()
             self._stack = stack.pop_all()
         return self
 

@@ -80,6 +80,12 @@ def test_a_resumed_trainer_takes_the_very_step_that_it_would_have_taken(run, siz
     assert seen["resume_equal"]
 
 
+def test_a_checkpoint_that_was_never_finished_does_not_count_and_is_replaced(run):
+    seen = run("tp2")
+    assert seen["steps_before"] == []
+    assert seen["folders"] == ["step_000001"]
+
+
 @pytest.mark.parametrize("size", ["tp1", "tp2", "pp2"])
 def test_a_step_that_is_not_finite_is_not_applied_and_named(run, size):
     seen = run(size)

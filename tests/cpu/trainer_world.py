@@ -101,10 +101,18 @@ def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> No
     seen["loss"] = losses[-1]
     seen["digests_after_step"] = digests(trainer)
 
-    checkpoint.save(trainer, result.with_suffix(".run"), {"step": 1}, keep_last=1)
+    output = result.with_suffix(".run")
+    left = output / "checkpoints" / ".step_000001.partial" / "__0_0.distcp"
+    if dist.get_rank() == 0:  # what a run leaves that was killed while it saved
+        left.parent.mkdir(parents=True)
+        left.write_bytes(b"half")
+    seen["steps_before"] = checkpoint_names.steps(output)
+    dist.barrier()
+    checkpoint.save(trainer, output, {"step": 1}, keep_last=1)
+    seen["folders"] = sorted(p.name for p in (output / "checkpoints").iterdir())
     trainer.step(batches, loss)
     after = state(trainer)
-    checkpoint.load(trainer, checkpoint_names.latest(result.with_suffix(".run")))
+    checkpoint.load(trainer, checkpoint_names.latest(output))
     seen["version_after_load"] = trainer.version
     trainer.step(batches, loss)
     seen["resume_equal"] = same(after, state(trainer))
