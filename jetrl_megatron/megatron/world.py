@@ -57,7 +57,8 @@ def initialize(config: Config) -> torch.device:
             context_parallel_size=config.parallel.cp,
             expert_model_parallel_size=config.parallel.ep,
             distributed_timeout_minutes=max(1, round(config.train.timeout_s / 60)),
-            create_gloo_process_groups=device.type == "cpu",
+            # Also on GPUs: the distributed optimizer gathers its state for checkpoints over gloo.
+            create_gloo_process_groups=True,
         )
     _check_environments()
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed + 1)
