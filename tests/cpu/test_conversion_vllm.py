@@ -20,6 +20,8 @@ from jetrl_conversion.model_spec import load_model_spec
 from jetrl_conversion.random_checkpoint import write_random_checkpoint
 from jetrl_conversion.safetensors_io import HFFolderReader
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 BASE = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 128, "intermediate_size": 512, "vocab_size": 331, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "torch_dtype": "bfloat16"}  # fmt: skip
@@ -138,13 +140,12 @@ def root(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2])  # TP 1 is what the engine below runs; 2 has cut heads and copied KV heads
 def test_vllm_modules_hold_our_pieces(root, tp):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_"))}
     env |= ENV
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={tp}", "--standalone", __file__]
-    done = subprocess.run([*command, str(root)], env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, str(root)], env=env, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(tp):
         report = json.loads((root / f"report_{tp}_{rank}.json").read_text())
@@ -152,7 +153,6 @@ def test_vllm_modules_hold_our_pieces(root, tp):
         assert len(report) == 2 * len(CONFIGS)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's stock FP8 kernel for CPUs needs AMX, which this CPU lacks"
 )
@@ -162,7 +162,7 @@ def test_stock_vllm_runs_the_fp8_folder(root):
 
     command = [sys.executable, __file__, str(root), "engine"]
     plain = {"VLLM_PLUGINS": ""}
-    done = subprocess.run(command, env=dict(os.environ) | ENV | plain, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=dict(os.environ) | ENV | plain, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads((root / "engine.json").read_text())
     for name in ENGINE:
