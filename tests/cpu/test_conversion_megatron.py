@@ -21,6 +21,8 @@ from jetrl_conversion.safetensors_io import HFFolderReader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+# Ends the workers too, also when this process is gone.
+LIMIT = ["timeout", "--kill-after=10", "560"]
 BASE = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 64, "intermediate_size": 512, "vocab_size": 331, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6}  # fmt: skip
@@ -179,9 +181,9 @@ def root(tmp_path_factory):
         convert.hf_to_megatron(folder / name, folder / f"{name}_megatron")
         torch.save(transformers_logits(folder / name), folder / f"{name}_logits.pt")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_"))}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone",
+    command = [*LIMIT, sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone",
                __file__, str(folder)]  # fmt: skip
-    done = subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=560)
+    done = subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

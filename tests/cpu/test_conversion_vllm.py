@@ -22,6 +22,8 @@ from jetrl_conversion.safetensors_io import HFFolderReader
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+# Ends the workers too, also when this process is gone.
+LIMIT = ["timeout", "--kill-after=10", "560"]
 BASE = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 128, "intermediate_size": 512, "vocab_size": 331, "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "torch_dtype": "bfloat16"}  # fmt: skip
@@ -144,8 +146,16 @@ def root(tmp_path_factory):
 def test_vllm_modules_hold_our_pieces(root, tp):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_"))}
     env |= ENV
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={tp}", "--standalone", __file__]
-    done = subprocess.run([*command, str(root)], env=env, capture_output=True, text=True, timeout=560)
+    command = [
+        *LIMIT,
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={tp}",
+        "--standalone",
+        __file__,
+    ]
+    done = subprocess.run([*command, str(root)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(tp):
         report = json.loads((root / f"report_{tp}_{rank}.json").read_text())
@@ -160,9 +170,9 @@ def test_stock_vllm_runs_the_fp8_folder(root):
     """No plugin: vLLM's own fp8 method. Log-probs against transformers on the dequantized folder."""
     from transformers import AutoModelForCausalLM
 
-    command = [sys.executable, __file__, str(root), "engine"]
+    command = [*LIMIT, sys.executable, __file__, str(root), "engine"]
     plain = {"VLLM_PLUGINS": ""}
-    done = subprocess.run(command, env=dict(os.environ) | ENV | plain, capture_output=True, text=True, timeout=560)
+    done = subprocess.run(command, env=dict(os.environ) | ENV | plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads((root / "engine.json").read_text())
     for name in ENGINE:
