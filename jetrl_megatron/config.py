@@ -102,6 +102,8 @@ class GRPOConfig:
     advantage_std: bool = True
     """Divide group-relative advantages by the group's standard deviation."""
     updates_per_batch: int = 1
+    reward_truncated: bool = True
+    """Whether an answer cut off by `rollout.max_response_tokens` keeps its score; otherwise it gets 0."""
     importance_cap: float = 0.0
     """Truncate exp(trainer - engine) at this value in the loss weight; 0 leaves it untouched."""
 

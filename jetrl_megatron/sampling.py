@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from jetrl_megatron.batch import Sample
 from jetrl_megatron.config import Config
-from jetrl_megatron.data import CORRECT, PromptStream, encode_prompt, load_task
+from jetrl_megatron.data import CORRECT, Item, PromptStream, load_task
 from jetrl_megatron.loss import group_advantages
 from jetrl_megatron.rollout.pool import EnginePool
-from jetrl_megatron.rollout.types import Sampling
+from jetrl_megatron.rollout.types import Completion, Sampling
 
 
 class Sampler:
@@ -54,7 +54,7 @@ class Sampler:
                     policy_version=answer.version,
                     group=i // grpo.group_size,
                     finish_reason=answer.finish_reason,
-                    reward=self.task.score(prompt.item, self._text(answer.token_ids)),
+                    reward=self._reward(prompt.item, answer),
                 )
             )
         advantages = group_advantages(
@@ -71,21 +71,25 @@ class Sampler:
 
         pass@k is the unbiased estimate of Chen et al. (arXiv 2107.03374, eq. 1); with k = K it is "any is right".
         """
-        data, per_question = self.config.data, self.config.data.eval_samples
-        items = self.task.eval_items(data.eval_size)
-        ids = [encode_prompt(self.tokenizer, item.question, data) for item in items]
-        jobs = [(i, k) for i in range(len(items)) for k in range(per_question)]
+        per_question = self.config.data.eval_samples
+        prompts = self.prompts.evaluation()
+        jobs = [(i, k) for i in range(len(prompts)) for k in range(per_question)]
         seeds = [_seed(0, "eval", i, k) for i, k in jobs]
-        answers = self.pool.generate([ids[i] for i, _ in jobs], seeds, self.sampling)
-        right = [0] * len(items)
+        answers = self.pool.generate([prompts[i].ids for i, _ in jobs], seeds, self.sampling)
+        right = [0] * len(prompts)
         for (i, _), answer in zip(jobs, answers):
-            right[i] += self.task.score(items[i], self._text(answer.token_ids)) >= CORRECT
-        result = {"eval_pass_at_1": sum(right) / (len(items) * per_question)}
+            right[i] += self.task.score(prompts[i].item, self._text(answer.token_ids)) >= CORRECT
+        result = {"eval_pass_at_1": sum(right) / (len(prompts) * per_question)}
         if per_question > 1:
             result[f"eval_pass_at_{per_question}"] = sum(pass_at_k(per_question, c, per_question) for c in right) / len(
                 items
             )
         return result
+
+    def _reward(self, item: Item, answer: Completion) -> float:
+        if answer.finish_reason == "length" and not self.config.grpo.reward_truncated:
+            return 0.0
+        return self.task.score(item, self._text(answer.token_ids))
 
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jetrl_megatron.config import (
     Config,
     DataConfig,
+    GRPOConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -22,6 +23,7 @@ def tiny_cpu() -> Config:
         model=ModelConfig(max_length=64),
         parallel=ParallelConfig(tp=2),
         rollout=RolloutConfig(max_response_tokens=8),
+        grpo=GRPOConfig(reward_truncated=False),
         optimizer=OptimizerConfig(lr=3e-4),
         data=DataConfig(
             name="reasoning_gym:spell_backward",
