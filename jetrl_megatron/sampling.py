@@ -81,9 +81,8 @@ class Sampler:
             right[i] += self.task.score(prompts[i].item, self._text(answer.token_ids)) >= CORRECT
         result = {"eval_pass_at_1": sum(right) / (len(prompts) * per_question)}
         if per_question > 1:
-            result[f"eval_pass_at_{per_question}"] = sum(pass_at_k(per_question, c, per_question) for c in right) / len(
-                items
-            )
+            found = sum(pass_at_k(per_question, correct, per_question) for correct in right)
+            result[f"eval_pass_at_{per_question}"] = found / len(prompts)
         return result
 
     def _reward(self, item: Item, answer: Completion) -> float:
