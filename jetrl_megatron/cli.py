@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jetrl_megatron.commands import bench_convert, bench_step, convert, verify_checkpoint
+from jetrl_megatron.commands import bench_convert, bench_gpu, bench_step, convert, verify_checkpoint, verify_parity
 from jetrl_megatron.config import ConfigError, nearest
 from jetrl_megatron.errors import RunError
 
@@ -170,9 +170,12 @@ def _group(name: str, text: str) -> typer.Typer:
 app.add_typer(convert.app, name="convert")
 verify = _group("verify", "Prove that two checkpoints, or trainer and engine, agree.")
 verify.command()(verify_checkpoint.checkpoint)
+verify.command()(verify_parity.parity)
 bench = _group("bench", "Measure parts of the system.")
 bench.command()(bench_convert.convert)
 bench.command()(bench_step.step)
+for measure in (bench_gpu.rollout, bench_gpu.train, bench_gpu.refit):
+    bench.command()(measure)
 
 
 def main() -> None:

@@ -75,6 +75,7 @@ def refit(
     rounds: Annotated[int, typer.Option(help="Refits to time after the first.")] = 5,
 ) -> None:
     """A colocated refit, digests included, beside the usual way. Example: jetrl bench refit models/Qwen3-8B"""
+    _need_gpu()
     result = _child("refit", {"model": str(model.absolute()), "rounds": rounds})
     for name, value in result.items():
         print(f"{name:28} {value}")
@@ -86,7 +87,17 @@ def _chosen(names: list[str], known: tuple[str, ...], option: str) -> list[str]:
 
     if unknown := [n for n in names if n not in known]:
         raise ConfigError([f"{option} {n}: unknown, {nearest(n, known)}" for n in unknown])
+    _need_gpu()
     return names or list(known)
+
+
+def _need_gpu() -> None:
+    """Raise ConfigError with everything that this machine lacks."""
+    from jetrl_megatron.config import Config, ConfigError
+    from jetrl_megatron.megatron.gpu.requirements import problems
+
+    if found := problems(Config()):
+        raise ConfigError(found)
 
 
 def _child(task: str, settings: dict) -> dict:

@@ -31,6 +31,7 @@ def initialize(config: Config) -> torch.device:
 
     Raises:
         RuntimeError: when the world's size is not the recipe's tp x pp x cp x dp.
+        ConfigError: the GPU, or what is installed, cannot run the recipe (all problems).
     """
     device = device_for(config)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -43,6 +44,9 @@ def initialize(config: Config) -> torch.device:
         patches.enable_cpu()
     else:
         torch.cuda.set_device(device)
+        from jetrl_megatron.megatron.gpu import requirements
+
+        requirements.check(config)
     timeout = datetime.timedelta(seconds=config.train.timeout_s)
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -81,3 +81,12 @@ def test_fusion_leaves_a_norm_that_others_read() -> None:
     fuse = FuseProducers()
     fuse(traced.graph)
     assert fuse.fused == 0
+
+
+def test_a_machine_without_gpu_is_refused_by_name() -> None:
+    from jetrl_megatron.config import Config
+    from jetrl_megatron.megatron.gpu.requirements import problems
+
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    assert problems(Config()) == ["train.device: torch sees no CUDA device on this machine"]
