@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from jetrl_megatron.commands import bench_convert, bench_gpu, bench_step, convert, verify_checkpoint, verify_parity
+from jetrl_megatron.commands import (
+    bench_convert,
+    bench_gpu,
+    bench_kernels,
+    bench_step,
+    convert,
+    verify_checkpoint,
+    verify_parity,
+)
 from jetrl_megatron.config import ConfigError, nearest
 from jetrl_megatron.errors import RunError
 
@@ -174,6 +182,7 @@ verify.command()(verify_parity.parity)
 bench = _group("bench", "Measure parts of the system.")
 bench.command()(bench_convert.convert)
 bench.command()(bench_step.step)
+bench.command("kernels")(bench_kernels.bench_kernels)
 for measure in (bench_gpu.rollout, bench_gpu.train, bench_gpu.refit):
     bench.command()(measure)
 
