@@ -282,7 +282,7 @@ def _timed(run) -> float:
     return time.perf_counter() - started
 
 
-def measure_refit(s: dict) -> dict[str, float]:
+def measure_refit(s: dict) -> dict:
     """Seconds of a colocated refit (load, both digests, comparison), and of gathering BF16 and requantizing."""
     import torch
 
@@ -336,6 +336,7 @@ def measure_refit(s: dict) -> dict[str, float]:
                 for layer in fp8_layers(trainer.model).values():
                     gathered = layer.weight.detach().clone()
                     fresh = quant_weight(gathered, "pow2")
+                    assert layer.qweight is not None
                     layer.qweight.codes.copy_(fresh.codes)
                     layer.qweight.scale.copy_(fresh.scale)
 

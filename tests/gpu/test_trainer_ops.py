@@ -40,10 +40,11 @@ def test_attention_and_its_gradient(heads: int, kv_heads: int) -> None:
     grad = _randn(T, heads * D, seed=3)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     cu = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
-    out = attention(*inputs, cu, D**-0.5)
+    out = attention(inputs[0], inputs[1], inputs[2], cu, D**-0.5)
     out.backward(grad)
     exact = [x.float().requires_grad_() for x in (q, k, v)]
-    parts = [_textbook(*(x[a:b] for x in exact), D**-0.5) for a, b in itertools.pairwise(BOUNDS)]
+    q32, k32, v32 = exact
+    parts = [_textbook(q32[a:b], k32[a:b], v32[a:b], D**-0.5) for a, b in itertools.pairwise(BOUNDS)]
     want = torch.cat(parts).flatten(1)
     want.backward(grad.float())
     # One BF16 rounding of the probabilities and one of the result: 2**-8 of the largest terms.
