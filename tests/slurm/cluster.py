@@ -27,6 +27,7 @@ REPO = HERE.parents[1]
 NODES = ("n1", "n2")
 TOOLS = ("slurmctld", "slurmd", "munged", "ip", "unshare")
 
+# MessageTimeout, SlurmdTimeout: a busy machine answers late; its nodes are not down.
 # cred_expire: a re-queued job waits for as long before it may start again (2 minutes by default).
 # GraceTime: from the warning of a preempted job (SIGTERM) to its end.
 CONF = """\
@@ -54,6 +55,8 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobRequeue=1
 KillWait=20
+MessageTimeout=60
+SlurmdTimeout=0
 MinJobAge=3600
 ReturnToService=2
 SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0

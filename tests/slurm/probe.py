@@ -17,13 +17,16 @@ from pathlib import Path
 
 from jetrl_megatron import first_error, signals
 
+WAIT_S = 900
+"""Longest wait of one rank for another: a job that ends sooner did not run into it."""
+
 
 def rank(what: str, folder: Path, *args: str) -> int:
     import torch
     import torch.distributed as dist
 
     signals.install()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=WAIT_S))
     me, world = dist.get_rank(), dist.get_world_size()
     if what == "sum":
         total = torch.tensor([float(me)])
@@ -69,7 +72,7 @@ def main() -> int:
         run_id="probe",
         rdzv_backend="static",
         rdzv_endpoint=world.rdzv_endpoint,
-        rdzv_configs={"rank": world.node_rank, "timeout": 60},
+        rdzv_configs={"rank": world.node_rank, "timeout": WAIT_S},
         max_restarts=0,
         signals_to_handle="SIGINT",
     )

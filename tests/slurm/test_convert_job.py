@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from cluster import REPO, Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def convert(slurm: Cluster, folder: Path, *args: str) -> tuple[str, str]:
     env = {"JETRL_RUN_DIR": str(folder / "run")}
     command = ["sbatch", "--parsable", "--output", f"{folder}/%j.log", "slurm/convert.sbatch", *args]
     job = slurm.run(*command, env=env, cwd=REPO).stdout.strip()
-    return slurm.wait(job, timeout=200)["JobState"], (folder / f"{job}.log").read_text()
+    return slurm.wait(job, timeout=400)["JobState"], (folder / f"{job}.log").read_text()
 
 
 def test_conversion_job(slurm: Cluster, shared: Path):

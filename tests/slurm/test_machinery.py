@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 from cluster import HERE, REPO, Cluster
+from probe import WAIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+PATIENCE = 400
+"""Seconds for a job of a few seconds, on a machine that is busy with other things."""
 
 
 def submit(slurm: Cluster, folder: Path, *args: str) -> str:
@@ -29,7 +33,7 @@ def counted(text: str) -> list[int]:
 
 
 def wait_for_count(folder: Path, job: str, n: int) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while n not in counted(log(folder, job)):
         assert time.monotonic() < deadline, log(folder, job)
         time.sleep(0.2)
@@ -37,7 +41,7 @@ def wait_for_count(folder: Path, job: str, n: int) -> None:
 
 def test_nodes_meet_and_are_separate(slurm: Cluster, shared: Path):
     job = submit(slurm, shared, "sum", str(shared))
-    assert slurm.wait(job, timeout=120)["JobState"] == "COMPLETED", log(shared, job)
+    assert slurm.wait(job, timeout=PATIENCE)["JobState"] == "COMPLETED", log(shared, job)
     assert "sum 6 over 4 ranks on n1,n1,n2,n2" in log(shared, job)
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in log(shared, job)
     (shared / "marker").touch()
@@ -51,8 +55,8 @@ def test_nodes_meet_and_are_separate(slurm: Cluster, shared: Path):
 def test_failing_rank_ends_the_job_and_its_error_is_shown(slurm: Cluster, shared: Path):
     begin = time.monotonic()
     job = submit(slurm, shared, "fail", str(shared))
-    assert slurm.wait(job, timeout=120)["JobState"] == "FAILED"
-    assert time.monotonic() - begin < 50, "the other ranks waited for their time-out of 60 s"
+    assert slurm.wait(job, timeout=PATIENCE)["JobState"] == "FAILED"
+    assert time.monotonic() - begin < WAIT_S / 2, "the other ranks waited for their time-out"
     end = log(shared, job).partition("the first error of the job:\n")[2]
     assert end.startswith("rank 3 on n2 failed\n")
     assert end.rstrip().endswith("ValueError: planted fault on rank 3")
@@ -63,8 +67,8 @@ def test_job_near_its_time_limit_saves_requeues_itself_and_finishes(slurm: Clust
     job = submit(slurm, shared, "count", str(shared), "8")
     wait_for_count(shared, job, 3)
     slurm.run("scancel", "--signal=USR1", job)
-    slurm.wait(job, "PENDING", timeout=60)
-    result = slurm.wait(job, timeout=120)
+    slurm.wait(job, "PENDING", timeout=PATIENCE)
+    result = slurm.wait(job, timeout=PATIENCE)
     assert (result["JobState"], result["Restarts"]) == ("COMPLETED", "1"), log(shared, job)
     assert counted(log(shared, job)) == list(range(1, 9)), "a step was lost, repeated, or its log overwritten"
     assert not list(shared.glob("requeue-*"))
@@ -77,8 +81,8 @@ def test_preempted_job_comes_back(slurm: Cluster, shared: Path):
     urgent = slurm.run(
         "sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"
     ).stdout.strip()
-    assert slurm.wait(urgent, timeout=90)["JobState"] == "COMPLETED"
-    result = slurm.wait(job, timeout=120)
+    assert slurm.wait(urgent, timeout=PATIENCE)["JobState"] == "COMPLETED"
+    result = slurm.wait(job, timeout=PATIENCE)
     assert (result["JobState"], result["Restarts"]) == ("COMPLETED", "1"), log(shared, job)
     assert counted(log(shared, job)) == list(range(1, 9)), log(shared, job)
 
