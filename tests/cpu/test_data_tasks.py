@@ -117,9 +117,7 @@ def test_composite_takes_plain_objects():
 
 
 def test_too_few_questions_for_two_splits():
-    few = gym(
-        "gcd", min_numbers=2, max_numbers=2, min_value=1, max_value=2
-    )  # 4 questions, none held out
+    few = gym("gcd", min_numbers=2, max_numbers=2, min_value=1, max_value=2)  # 4 questions, none held out
     with pytest.raises(ConfigError, match="reasoning_gym:gcd has too few distinct questions for a held-out split"):
         few.eval_items(3)
 
