@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from jetrl_conversion.model_spec import ModelSpec
 from jetrl_kernels.digest import combine, digest_tensor
 from jetrl_kernels.formats import BLOCK
 from jetrl_megatron.refit.message import SCALE_SUFFIX
+from jetrl_megatron.refit.rectangles import cut
 
 
 def rank_digests(
@@ -39,33 +41,65 @@ def rank_digests(
     """
     get = parameters if callable(parameters) else parameters.get
     shapes, copies = spec.tensors(), _copies(spec, layout, rank)
-    parts: dict[str, list[Tensor]] = {}
+    runs: dict[str, list[_Run]] = {}
     for piece, copy in zip(pieces(spec, layout, rank), copies):
         tensor = get(piece.local_name)
         if tensor is None:
             raise KeyError(f"{piece.local_name}: no such parameter on rank {rank} of {layout}")
         suffix = f"#{copy}" if copy else ""
         place = (piece.local_start, piece.size, piece.hf_start, shapes[piece.hf_name].shape)
-        parts.setdefault(piece.hf_name + suffix, []).append(_digest(tensor, *place))
+        _add(runs.setdefault(piece.hf_name + suffix, []), tensor, *place)
         scales = get(piece.local_name + SCALE_SUFFIX)
         if scales is not None:
             if any(start % BLOCK for start in (*piece.local_start, *piece.hf_start)):
                 raise ValueError(f"{piece.hf_name}: {piece} does not start on the {BLOCK}x{BLOCK} grid")
             tiles = (tuple(-(-n // BLOCK) for n in pair) for pair in place)
-            parts.setdefault(piece.hf_name + SCALE_SUFFIX + suffix, []).append(_digest(scales, *tiles))
+            _add(runs.setdefault(piece.hf_name + SCALE_SUFFIX + suffix, []), scales, *tiles)
     # One wait for the device, not one for each part.
-    values = iter(torch.stack([part for found in parts.values() for part in found]).tolist() if parts else ())
-    return {name: combine([next(values) for _ in found]) for name, found in parts.items()}
+    parts = [run.digest() for found in runs.values() for run in found]
+    values = iter(torch.stack(parts).tolist() if parts else ())
+    return {name: combine([next(values) for _ in found]) for name, found in runs.items()}
 
 
-def _digest(tensor: Tensor, at: tuple[int, ...], size: tuple[int, ...], hf: tuple[int, ...], shape: tuple[int, ...]):
-    """Digest of the `size` block at `at` of a local tensor, keyed by its place `hf` in the global tensor of `shape`."""
+@dataclass
+class _Run:
+    """Blocks of one tensor that follow each other row by row in the global tensor: one digest for all of them.
+
+    Megatron interleaves q, k and v by KV group; a digest for each block would be a kernel launch for each.
+    """
+
+    hf: tuple[int, ...]
+    shape: tuple[int, ...]
+    blocks: list[Tensor]
+    end: int
+
+    def digest(self) -> Tensor:
+        block = self.blocks[0]
+        if len(self.blocks) > 1:
+            block = torch.cat([b.view(torch.uint8) for b in self.blocks]).view(block.dtype)
+        if block.dim() == 1:  # one row to the digest, a column of n x 1 to the layout
+            return digest_tensor(block, col0=self.hf[0], global_cols=self.shape[0])
+        return digest_tensor(block, row0=self.hf[0], col0=self.hf[1], global_cols=self.shape[1])
+
+
+def _add(
+    runs: list[_Run],
+    tensor: Tensor,
+    at: tuple[int, ...],
+    size: tuple[int, ...],
+    hf: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> None:
+    """Add the `size` block at `at` of a local tensor, at its place `hf` in the global tensor of `shape`."""
     if tensor.dim() == 3:  # vLLM stacks experts; pieces count in the 2-D view
         tensor = tensor.flatten(0, 1)
-    if tensor.dim() == 1:  # one row to the digest, a column of n x 1 to the layout
-        return digest_tensor(tensor[at[0] : at[0] + size[0]], col0=hf[0], global_cols=shape[0])
-    block = tensor[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
-    return digest_tensor(block, row0=hf[0], col0=hf[1], global_cols=shape[1])
+    block = cut(tensor, at, size)  # type: ignore[arg-type]
+    last = runs[-1] if runs else None
+    if last is not None and (last.end, last.hf[1], last.blocks[0].shape[1:]) == (hf[0], hf[1], block.shape[1:]):
+        last.blocks.append(block)
+        last.end += size[0]
+    else:
+        runs.append(_Run(hf, shape, [block], hf[0] + size[0]))
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,18 +85,16 @@ class RefitSender:
         else:
             self._write(parameters)
             segments = [str(s.path) for s in self.segments]
-        # (On a GPU this also waits until the bytes are there.)
-        ours = self._gather_digests(parameters)
-        dist.barrier()
-        mismatched = 0
-        if self.pool is not None:
-            message = RefitMessage(
-                version=self.trainer.version,
-                scales=self.trainer.config.precision.scales if self.fp8 else "none",
-                segments=tuple(segments),
-                slots=tuple(self.slots),
-            )
-            mismatched = self.pool.load(message, ours)
+        message = self._message(segments)
+        if self.exporter is None:
+            ours = self._gather_digests(parameters)
+            dist.barrier()
+            mismatched = 0 if self.pool is None else self.pool.load(message, ours)
+        else:
+            # The bytes are there already: engines copy and digest while the trainer digests.
+            torch.cuda.synchronize()
+            dist.barrier()
+            ours, mismatched = self._load_meanwhile(message, parameters)
         dist.barrier()
         return RefitReport(
             version=self.trainer.version,
@@ -104,6 +103,29 @@ class RefitSender:
             nbytes=self.plan.total_bytes,
             seconds=time.perf_counter() - started,
         )
+
+    def _message(self, segments: list[str]) -> RefitMessage:
+        return RefitMessage(
+            version=self.trainer.version,
+            scales=self.trainer.config.precision.scales if self.fp8 else "none",
+            segments=tuple(segments),
+            slots=tuple(self.slots),
+        )
+
+    def _load_meanwhile(self, message: RefitMessage, parameters: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
+        """The trainer's digests, and how many tensors differed (0 on ranks without engines)."""
+        if self.pool is None:
+            return self._gather_digests(parameters), 0
+        digests: Future[Mapping[str, int]] = Future()
+        with ThreadPoolExecutor(1) as beside:
+            loading = beside.submit(self.pool.load, message, digests)
+            try:
+                ours = self._gather_digests(parameters)
+                digests.set_result(ours)
+            except BaseException as error:
+                digests.set_exception(error)
+                raise
+            return ours, loading.result()
 
     def close(self) -> None:
         if self.exporter is not None:

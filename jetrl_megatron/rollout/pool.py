@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from jetrl_megatron.rollout.client import RolloutEngine
 from jetrl_megatron.rollout.types import Completion, EngineDied, Sampling
 
 T = TypeVar("T")
+Digests = Mapping[str, int] | Future[Mapping[str, int]]
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +61,7 @@ class EnginePool:
     def __init__(self, engines: Sequence[RolloutEngine]):
         self.engines = list(engines)
         self._message: RefitMessage | None = None
-        self._digests: Mapping[str, int] = {}
+        self._digests: Digests = {}
         self._replaced: set[int] = set()
 
     @staticmethod
@@ -93,11 +94,11 @@ class EnginePool:
         for engine in self.engines:
             engine.start()
 
-    def load(self, message: RefitMessage, digests: Mapping[str, int]) -> int:
+    def load(self, message: RefitMessage, digests: Digests) -> int:
         """Bring every replica to `message.version` and compare live bytes.
 
         Args:
-            digests: the trainer's, by Hugging Face name.
+            digests: the trainer's, by Hugging Face name, or their future: both sides can then digest at once.
 
         Returns:
             Number of tensors that differed, over all replicas.
@@ -147,7 +148,9 @@ class EnginePool:
 
     def _refit(self, engine: RolloutEngine) -> int:
         assert self._message is not None
-        names = differing(self._digests, engine.refit(self._message))
+        theirs = engine.refit(self._message)
+        ours = self._digests.result() if isinstance(self._digests, Future) else self._digests
+        names = differing(ours, theirs)
         if names:
             raise RefitMismatch(engine.replica, names)
         return len(names)

@@ -60,7 +60,7 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         self._pending: RefitMessage | None = None
         self._segment: Segment | None = None
         self._importer = ipc.Importer()
-        self._padding_cleared = False
+        self._padded: list[str] | None = None
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -83,12 +83,16 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         message, sources = self.check(update_info.message)
         # From here on the old version is gone; the new one is whole when the last chunk has been copied.
         self._pending, self.version = message, None
-        if message.segments[self.parallel_config.rank].startswith(ipc.PREFIX) and not self._padding_cleared:
-            for name in ipc.uncovered(sources, self.parameters):
-                self.parameters[name].zero_()
-            self._padding_cleared = True
-        for target, source in sources:
-            target.copy_(source)
+        if message.segments[self.parallel_config.rank].startswith(ipc.PREFIX):
+            live = self.parameters
+            if self._padded is None:
+                self._padded = ipc.uncovered(sources, live)
+            for name in self._padded:  # each time: an engine that slept woke to memory with anything in it
+                live[name].zero_()
+            ipc.copy(sources)
+        else:
+            for target, source in sources:
+                target.copy_(source)
 
     def check(self, values: dict[str, Any]) -> tuple[RefitMessage, list[tuple[Tensor, Tensor]]]:
         """The message, and (part of a parameter, its new bytes) for its chunk. Changes nothing; raises as above."""
