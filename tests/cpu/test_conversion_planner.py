@@ -243,10 +243,10 @@ def test_plan_of_the_largest_model_is_quick():
     spec = spec_of("Qwen3-235B-A22B")
     src, dst = Layout("megatron", tp=4, pp=2, ep=8, etp=1, dp=16), Layout("vllm", tp=8, ep=8, dp=16)
     assert (src.world, dst.world) == (256, 128)
-    started = time.perf_counter()
+    started = time.process_time()
     plan = plan_reshard(spec, src, dst)
     received, sent = plan.bytes_received(), plan.bytes_sent()
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert sum(received.values()) == sum(sent.values()) > 16 * 230e9
     assert violations(spec, src, dst) == []
 
