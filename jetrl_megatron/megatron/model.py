@@ -127,6 +127,11 @@ def layer_spec(spec: ModelSpec, fp8: set[str], backend: str = "jetrl") -> Module
             pre_mlp_layernorm=RMSNorm,
             mlp=partial((Fp8Mlp if fused else MLP).as_mlp_submodule, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
+            # Names of Megatron's own layers in a checkpoint, so that norms load into any spec.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
         ),
     )
 
