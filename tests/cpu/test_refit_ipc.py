@@ -46,7 +46,7 @@ def test_everything_that_does_not_fit_is_named() -> None:
     importer = _importer(
         {"w": torch.ones(4, 4)}, [("w", (0, 0), (4, 4), "x", (0, 0)), ("w", (0, 0), (4, 4), "y", (0, 0))]
     )
-    with pytest.raises(SegmentError, match="x at .*bfloat16.*y: the engine has no such parameter"):
+    with pytest.raises(SegmentError, match=r"x at .*bfloat16.*y: the engine has no such parameter"):
         importer.pairs(SEGMENT, 0, {"x": torch.zeros(4, 4, dtype=torch.bfloat16)})
 
 
