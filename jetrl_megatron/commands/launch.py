@@ -186,13 +186,14 @@ def submit(job: Job, site: Site, stamp: str) -> tuple[str, Path]:
         return experiment.jobs[0].handle.rpartition("/")[2], Path(experiment._exp_dir) / job.name
 
 
-def run_local(job: Job, stamp: str) -> bool:
-    """Run on this machine and wait, its output on the terminal. Returns whether it succeeded."""
+def run_local(job: Job, stamp: str, script: Any = None) -> bool:
+    """Run `task` (or another script) on this machine and wait, its output on the terminal; whether it succeeded."""
     with _experiment(job, stamp, str(job.run_folder / "nemo_run")) as experiment:
-        experiment.add(task(job, REPO), executor=local_executor(job), name=job.name, tail_logs=True)
+        experiment.add(script or task(job, REPO), executor=local_executor(job), name=job.name, tail_logs=True)
         experiment.run(tail_logs=True)
-        status = experiment.status(return_dict=True)
-        return all(str(entry["status"]) == "SUCCEEDED" for entry in status.values())
+        # Of torchx' AppState, whose text is not its name.
+        states = [entry["status"] for entry in experiment.status(return_dict=True).values()]
+        return bool(states) and all(getattr(state, "name", state) == "SUCCEEDED" for state in states)
 
 
 @contextmanager

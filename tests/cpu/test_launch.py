@@ -127,6 +127,14 @@ def test_local_run_that_fails_is_a_failure(tmp_path: Path, capfd: pytest.Capture
     assert "Qwen3-0.6B holds no config.json" in "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(("script", "succeeds"), [("true", True), ('test "$JETRL_RUN_DIR" = elsewhere', False)])
+def test_result_of_a_local_run(tmp_path: Path, script: str, succeeds: bool):
+    import nemo_run
+
+    job = launch.make_job("tiny_cpu_jetrl", [], None, run_folder=tmp_path, environ={})
+    assert launch.run_local(job, "now", nemo_run.Script(inline=script)) is succeeds
+
+
 def test_site_lists_every_problem(tmp_path: Path):
     text = """
     acount = 1
