@@ -209,8 +209,9 @@ def call(arguments: list[str]) -> int:
 def _user_error(error: Exception) -> list[str] | None:
     """The lines that tell a user what went wrong, or None for a fault of the program's own."""
     # Typer brings a click of its own, whose exceptions are found by what they can do.
-    if hasattr(error, "format_message"):
-        return [error.format_message()]
+    format_message = getattr(error, "format_message", None)
+    if format_message:
+        return [format_message()]
     problems = getattr(error, "problems", None)
     if problems:
         return [str(p) for p in problems]

@@ -264,11 +264,11 @@ def get_value(config: Any, key: str) -> Any:
     return config
 
 
-def flat_keys(cls: type = Config, prefix: str = "") -> list[str]:
+def flat_keys(cls: Any = Config, prefix: str = "") -> list[str]:
     """Every key that `--set` takes, dotted."""
     keys: list[str] = []
     for f in dataclasses.fields(cls):
-        kind = typing.get_type_hints(cls)[f.name]
+        kind: Any = typing.get_type_hints(cls)[f.name]
         keys += flat_keys(kind, f"{prefix}{f.name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{f.name}"]
     return keys
 
@@ -347,7 +347,7 @@ def _coerce(value: Any, kind: Any, shown: str) -> Any:
     return value
 
 
-def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
+def _build(cls: Any, values: dict[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(cls)
     problems = [f"{prefix}{k}: unknown key, {nearest(k, hints)}" for k in values if k not in hints]
     out: dict[str, Any] = {}
@@ -355,7 +355,7 @@ def _build(cls: type, values: dict[str, Any], prefix: str) -> Any:
         if key not in hints:
             continue
         try:
-            kind = hints[key]
+            kind: Any = hints[key]
             out[key] = (
                 _build(kind, value, f"{prefix}{key}.")
                 if dataclasses.is_dataclass(kind)

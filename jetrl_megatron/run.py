@@ -47,7 +47,10 @@ class Run:
     def __enter__(self) -> Run:
         with ExitStack() as stack:
             config, spec = self.config, load_model_spec(self.model_dir)
-            self.pool = self.sampler = self.metrics = None
+            # Rank 0 alone has these three.
+            self.pool: Any = None
+            self.sampler: Any = None
+            self.metrics: Any = None
             if self.lead:
                 # First of all: an engine takes longer to start than everything below.
                 self.pool = EnginePool.of(self.model_dir, config, fp8_tensors(spec, config), self.output, self.device)
@@ -123,7 +126,7 @@ class Run:
             "entropy_mean": float(totals["entropy"]) / tokens,
             "clip_fraction": float(totals["clipped_low"] + totals["clipped_high"]) / tokens,
             "ratio_mean": float(totals["ratio_sum"]) / tokens,
-            **divergence.metrics(),
+            **(divergence.metrics() if divergence else {}),
         }
 
     def log(self, step: int, samples: list[Sample], refit: RefitReport, update: dict, evaluation: dict) -> None:

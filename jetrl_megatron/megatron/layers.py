@@ -6,6 +6,8 @@ Every class is built by a `ModuleSpec`, so its constructor has the signature tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -172,7 +174,7 @@ class EngineAttention(nn.Module):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_) -> Tensor:
         """query `[T, N_p, D]`, key and value `[T, KV_p, D]`, BF16 -> `[T, N_p * D]`."""
-        packed = packed_seq_params
+        packed: Any = packed_seq_params
         if query.is_cuda:
             from jetrl_megatron.megatron import gpu
 

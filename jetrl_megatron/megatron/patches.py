@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import warnings
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,10 +28,8 @@ MEGATRON_VERSION = "0.19"
 _mode: TorchFunctionMode | None = None
 
 
-def _is_cuda(device: object) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+def _is_cuda(device: Any) -> bool:
+    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -104,8 +103,8 @@ def enable_cpu() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = lambda self, param, tensors: original(
         self, param, {"step": None, **tensors}
     )
-    _mode = _CudaMeansCpu()
-    _mode.__enter__()
+    mode = _mode = _CudaMeansCpu()
+    mode.__enter__()
 
 
 def disable_cpu() -> None:

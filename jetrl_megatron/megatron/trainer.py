@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,8 @@ class Trainer:
         self.version = 0
         self._offloaded = False
         core = build_model(spec, config)
-        self.model, self.optimizer = core, None
+        self.model: Any = core
+        self.optimizer: Any = None
         if not training:
             return
         ddp = DistributedDataParallelConfig(

@@ -54,6 +54,7 @@ def everyone(value):
 def digests(trainer: Trainer) -> dict[str, str]:
     live = {n: p.detach() for n, p in trainer.parameters().items()}
     for name, layer in fp8_layers(trainer.model).items():
+        assert layer.qweight is not None
         live[f"{name}.weight"], live[f"{name}.weight_scale_inv"] = layer.qweight.codes, layer.qweight.scale
     found = rank_digests(trainer.spec, trainer_layout(trainer.config), dist.get_rank(), live)
     # As text: JSON numbers would lose the low bits.
@@ -112,7 +113,7 @@ def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> No
     seen["folders"] = sorted(p.name for p in (output / "checkpoints").iterdir())
     trainer.step(batches, loss)
     after = state(trainer)
-    checkpoint.load(trainer, checkpoint_names.latest(output))
+    checkpoint.load(trainer, checkpoint_names.path(output, 1))
     seen["version_after_load"] = trainer.version
     trainer.step(batches, loss)
     seen["resume_equal"] = same(after, state(trainer))
