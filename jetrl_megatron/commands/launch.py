@@ -191,9 +191,9 @@ def run_local(job: Job, stamp: str, script: Any = None) -> bool:
     with _experiment(job, stamp, str(job.run_folder / "nemo_run")) as experiment:
         experiment.add(script or task(job, REPO), executor=local_executor(job), name=job.name, tail_logs=True)
         experiment.run(tail_logs=True)
-        # Of torchx' AppState, whose text is not its name.
-        states = [entry["status"] for entry in experiment.status(return_dict=True).values()]
-        return bool(states) and all(getattr(state, "name", state) == "SUCCEEDED" for state in states)
+        only = experiment.jobs[0]
+    # Leaving the experiment is what waits for its job.
+    return str(only.state) == "SUCCEEDED"
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def test_local_run_that_fails_is_a_failure(tmp_path: Path, capfd: pytest.Capture
     assert "Qwen3-0.6B holds no config.json" in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize(("script", "succeeds"), [("true", True), ('test "$JETRL_RUN_DIR" = elsewhere', False)])
+@pytest.mark.parametrize(("script", "succeeds"), [("sleep 4", True), ('test "$JETRL_RUN_DIR" = elsewhere', False)])
 def test_result_of_a_local_run(tmp_path: Path, script: str, succeeds: bool):
     import nemo_run
 
