@@ -12,6 +12,7 @@ from jetrl_conversion.planner import plan_reshard
 from jetrl_conversion.safetensors_io import HFFolderReader, HFFolderWriter, SlotWriter
 from jetrl_megatron.layouts import trainer_layout
 from jetrl_megatron.megatron.trainer import Trainer
+from jetrl_megatron.refit.rectangles import cut
 
 
 @torch.no_grad()
@@ -31,9 +32,7 @@ def load_hf(trainer: Trainer, folder: Path) -> None:
             parameters[name].zero_()
     for piece in pieces(trainer.spec, trainer_layout(trainer.config), dist.get_rank()):
         source = reader.read(piece.hf_name, piece.hf_start, piece.size)
-        (row, col), (rows, cols) = piece.local_start, piece.size
-        target = parameters[piece.local_name]
-        target = target[row : row + rows] if target.dim() == 1 else target[row : row + rows, col : col + cols]
+        target = cut(parameters[piece.local_name], piece.local_start, piece.size)
         target.copy_(source.reshape(target.shape))
     trainer.weights_loaded()
 
@@ -57,9 +56,7 @@ def save_hf(trainer: Trainer, folder: Path, source: Path) -> None:
     slots, written = SlotWriter(places[0] or {}), {}
     parameters = trainer.parameters()
     for t in plan_reshard(trainer.spec, trainer_layout(trainer.config), Layout("hf"), fp8=False).sends(rank):
-        (row, col), (rows, cols) = t.src_start, t.size
-        local = parameters[t.src_local].detach().cpu()
-        block = local[row : row + rows] if local.dim() == 1 else local[row : row + rows, col : col + cols]
+        block = cut(parameters[t.src_local].detach(), t.src_start, t.size).cpu()
         written[t.hf_name] = written.get(t.hf_name, 0) + slots.write(t.hf_name, t.hf_start, block)
     slots.close()
     counts: list[dict[str, int]] = [{}] * dist.get_world_size()
