@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import psutil
 import torch
+from recording_worker import RecordingWorker
 
-from jetrl_megatron.rollout.weight_transfer import WorkerExtension
 
-
-class FaultyWorker(WorkerExtension):
+class FaultyWorker(RecordingWorker):
     def storage(self) -> dict[str, int]:
         return {name: p.data_ptr() for name, p in self.weight_transfer_engine.parameters.items()}
 

@@ -7,10 +7,14 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
+from gemm_recorder import GemmRecorder, as_arrays
 from rollout_support import Sender, quantized_names, random_weights, trainer_logprobs, write_model
 
+from jetrl_kernels.gemm_fp8 import gemm_fprop
+from jetrl_kernels.quant_weight import quant_weight
 from jetrl_megatron.config import Config
 from jetrl_megatron.refit.digests import differing, merge_digests
 from jetrl_megatron.refit.message import RefitRefused
@@ -85,6 +89,38 @@ def test_trainer_log_probs_equal_the_engines_bit_for_bit(house, temperature):
     expected = trainer_logprobs(house.spec, house.w0, house.quantized, sequences, temperature)
     for answer, logp in zip(answers, expected):
         assert torch.equal(torch.tensor(answer.logprobs), logp[len(answer.prompt_ids) - 1 :])
+
+
+def first_of_fused(name: str) -> str:
+    """Hugging Face name of an engine's weight; of a fused one the first, as the same activations meet all of them."""
+    return name.replace("qkv_proj", "q_proj").replace("gate_up_proj", "gate_proj")
+
+
+@pytest.mark.parametrize("rows", [1, 31, 32, 256])
+def test_codes_and_scales_that_enter_every_gemm_are_the_trainers(house, monkeypatch, rows):
+    """Prefill of `rows` tokens of one prompt, and (as far as the engine's batch goes) one token of `rows` sequences."""
+    house.load(house.w0)
+    bytes_of = {id(house.w0[name]): quant_weight(house.w0[name]) for name in house.quantized}
+    monkeypatch.setattr("rollout_support.quant_weight", lambda weight: bytes_of[id(weight)])
+    monkeypatch.setattr("jetrl_kernels.fp8_linear.gemm_fprop", gemm_fprop)  # undone at the end
+    ours = GemmRecorder(("jetrl_kernels.fp8_linear",))
+    most = min(rows, house.engine.settings.max_num_seqs)
+    prefill, decode = (1, rows, 1, range(rows)), (most, 3, 2, range(3, 5 * most, 5))
+    for count, length, new, taken in (prefill, decode):
+        asked = dataclasses.replace(TRAINING, max_tokens=new, stop_token_ids=())
+        house.engine.call_workers("record_gemms")
+        answers = house.engine.generate(prompts(count, length), list(range(count)), asked)
+        theirs = house.engine.call_workers("recorded_gemms", len(taken))[0]
+        assert len(theirs) == 4 * house.spec.num_layers
+        sequences = [a.prompt_ids + a.token_ids for a in answers]
+        ours.start()
+        trainer_logprobs(house.spec, house.w0, house.quantized, sequences, 1.0)
+        for name, got in theirs.items():
+            met = bytes_of[id(house.w0[first_of_fused(name)])]
+            codes, scale = ours.entered(met.codes, sum(map(len, sequences)))
+            want = as_arrays((codes.view(torch.uint8)[taken].view(codes.dtype), scale[taken]))
+            assert all(np.array_equal(g, w) for g, w in zip(got, want)), name
+    house.engine.call_workers("stop_recording")
 
 
 def test_an_answer_depends_on_prompt_and_seed_alone(house):
