@@ -1,7 +1,8 @@
 """Which bytes go from which rank of one layout to which rank of another. Pure arithmetic on shapes.
 
 Every byte of every destination rank is written exactly once, from one source rank. Where several source ranks hold
-the same rectangle (norms, routers, data-parallel copies, replicated KV heads) they take turns by rank and layer.
+the same rectangle (norms, routers, data-parallel copies, replicated KV heads) they take turns by rank and layer;
+with `nodes` given, those on the destination's own node come first.
 Nothing is ever gathered: a transfer is the overlap of one source rectangle and one destination rectangle, and for an
 FP8 tensor it consists of whole 128 x 128 tiles, so the scales travel as the same rectangle divided by 128.
 """
@@ -85,6 +86,8 @@ class Plan:
     dst: Layout
     quantized: dict[Rule, frozenset[int | None]]
     """Rule -> layers in which it travels as FP8."""
+    nodes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Node of each source rank and of each destination rank, where a near copy is to be preferred to a far one."""
     _overlaps: dict[tuple[Rule, int], tuple[_Overlap, ...]] = field(default_factory=dict, repr=False)
     _holders: dict[tuple[Rule, int, int], tuple[int, ...]] = field(default_factory=dict, repr=False)
 
@@ -135,7 +138,7 @@ class Plan:
                     for layer in placement.layers:
                         size = as_fp8 if layer in fp8_layers else as_bf16
                         for ep, experts in by_ep.items():
-                            src_rank, _ = self._pick(rule, o, stages[layer], ep, turn + (layer or 0))
+                            src_rank, _ = self._pick(rule, o, stages[layer], ep, turn + (layer or 0), dst_rank)
                             sent[src_rank] += size * len(experts)
                             received[dst_rank] += size * len(experts)
             by_rule[rule] = sum(received.values()) - before
@@ -159,7 +162,7 @@ class Plan:
                         continue
                     for o in overlaps:
                         for ep, held in by_ep.items():
-                            src_rank, at = self._pick(rule, o, source.stage, ep, turn + (layer or 0))
+                            src_rank, at = self._pick(rule, o, source.stage, ep, turn + (layer or 0), dst_rank)
                             if only_src is not None and src_rank != only_src:
                                 continue
                             for e in held:
@@ -212,12 +215,24 @@ class Plan:
         copy = dst_rank % self.dst.inner // (shards * groups)
         return (copy * ratio + shard_of(rule, self.dst, coords) % ratio) * ratio_ep + coords.ep % ratio_ep
 
-    def _pick(self, rule: Rule, overlap: _Overlap, stage: int, ep: int, turn: int) -> tuple[int, tuple[int, int, int]]:
+    def _pick(
+        self, rule: Rule, overlap: _Overlap, stage: int, ep: int, turn: int, dst_rank: int
+    ) -> tuple[int, tuple[int, int, int]]:
         """The source rank of this rectangle, and (shard, local row, local col) there."""
         pools = [self._ranks(rule, at[0], ep) for at in overlap.sources]
+        first = stage * self.src.inner
+        if self.nodes is not None:
+            sources, node = self.nodes[0], self.nodes[1][dst_rank]
+            near = [
+                (first + rank, at)
+                for ranks, at in zip(pools, overlap.sources)
+                for rank in ranks
+                if sources[first + rank] == node
+            ]
+            if near:
+                return near[turn % len(near)]
         turn %= len(pools) * len(pools[0])
-        at = overlap.sources[turn % len(pools)]
-        return stage * self.src.inner + pools[turn % len(pools)][turn // len(pools)], at
+        return first + pools[turn % len(pools)][turn // len(pools)], overlap.sources[turn % len(pools)]
 
     def _ranks(self, rule: Rule, shard: int, ep: int) -> tuple[int, ...]:
         """Inner source ranks that hold shard `shard` of expert group `ep` (any, for tensors that are not experts)."""
@@ -259,10 +274,19 @@ def _nbytes(rows: int, cols: int, fp8: bool) -> int:
     return rows * cols + 4 * -(-rows // BLOCK) * -(-cols // BLOCK)
 
 
-def plan_reshard(spec: ModelSpec, src: Layout, dst: Layout, *, fp8: bool = True, keep_bf16: Iterable[str] = ()) -> Plan:
+def plan_reshard(
+    spec: ModelSpec,
+    src: Layout,
+    dst: Layout,
+    *,
+    fp8: bool = True,
+    keep_bf16: Iterable[str] = (),
+    nodes: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+) -> Plan:
     """Plan the move of a model from `src` to `dst`.
 
     Args:
+        nodes: node of each source and of each destination rank; a copy on the destination's node is preferred.
         fp8: move what both layouts can hold as FP8 codes with scales (`tiles.quantized_layers`); False: all BF16.
         keep_bf16: glob patterns over Hugging Face names that stay BF16, e.g. `*.down_proj.weight`.
 
@@ -271,4 +295,4 @@ def plan_reshard(spec: ModelSpec, src: Layout, dst: Layout, *, fp8: bool = True,
     """
     for layout in (src, dst):
         require_possible(spec, layout)
-    return Plan(spec, src, dst, quantized_layers(spec, src, dst, keep_bf16=keep_bf16) if fp8 else {})
+    return Plan(spec, src, dst, quantized_layers(spec, src, dst, keep_bf16=keep_bf16) if fp8 else {}, nodes)

@@ -86,10 +86,24 @@ class RolloutConfig:
     """Share of the GPU that the engine fills with KV cache. 0: `memory_gib`, whatever else uses the GPU meanwhile."""
     enforce_eager: bool = False
     colocated: bool = True
+    nodes: int = 0
+    """Nodes beside the trainers' that only sample. 0: engines are spread over the trainers' nodes."""
     start_timeout_s: float = 300.0
     call_timeout_s: float = 600.0
     threads: int = 2
     """CPU threads of one engine process."""
+
+
+@dataclass(kw_only=True)
+class RefitConfig:
+    """How new weights reach the engines."""
+
+    staging_mib: int = 256
+    """Most buffer memory of one rank for weights on their way to or from another node."""
+    timeout_s: float = 120.0
+    """Longest wait for a peer in a transfer between nodes; the transfer is then tried once more."""
+    delta: bool = False
+    """Send between nodes only the 128-byte strips that changed since the last version."""
 
 
 @dataclass(kw_only=True)
@@ -172,6 +186,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -205,6 +220,7 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
         "parallel.tp parallel.pp parallel.cp parallel.ep parallel.dp parallel.nodes rollout.tp rollout.replicas "
         "rollout.max_response_tokens rollout.temperature rollout.max_num_seqs rollout.max_num_batched_tokens "
         "rollout.memory_gib rollout.start_timeout_s rollout.call_timeout_s rollout.threads grpo.prompts_per_step "
+        "refit.staging_mib refit.timeout_s "
         "grpo.updates_per_batch optimizer.lr optimizer.eps data.eval_size data.eval_samples sft.batch_size sft.lr "
         "train.steps train.micro_batch_size train.checkpoint_every train.keep_last train.timeout_s train.threads "
         "model.max_length"
@@ -218,6 +234,7 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
         "sft.steps",
         "train.eval_every",
         "grpo.importance_cap",
+        "rollout.nodes",
     ]:
         if get_value(c, key) < 0:
             yield key, f"must not be negative, not {get_value(c, key)}"

@@ -9,9 +9,13 @@ from jetrl_megatron.config import Config
 
 
 def trainer_layout(config: Config) -> Layout:
-    """The trainer's layout; its ranks are torchrun's global ranks."""
+    """The trainer's layout; its ranks are torchrun's global ranks.
+
+    Megatron takes expert parallel ranks from the data and context parallel ones, and cuts each expert over `tp`.
+    Where `ep` does not divide `dp x cp` the layout has another number of ranks than the world.
+    """
     p = config.parallel
-    return Layout("megatron", tp=p.tp, pp=p.pp, ep=p.ep, dp=p.dp * p.cp)
+    return Layout("megatron", tp=p.tp, pp=p.pp, ep=p.ep, dp=max(1, p.dp * p.cp // p.ep))
 
 
 def rollout_layout(config: Config) -> Layout:

@@ -1,0 +1,82 @@
+"""Who is where: nodes of trainer ranks and replicas, and who receives the bytes of each node's engines.
+
+Replicas on one node share one set of bytes, a *copy* of the model: one landing place for each of a replica's ranks.
+The copy's receiver is the first trainer rank of the node or, on a node without trainers, that node's host process
+(`jetrl_megatron.rollout.host`). Trainer ranks and host processes are the *members* of a refit, numbered in this order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from jetrl_megatron.config import Config
+
+
+@dataclass(frozen=True)
+class Places:
+    """
+    Args:
+        trainers: node of each trainer rank.
+        replicas: node of each replica.
+        tp: ranks of one replica.
+    """
+
+    trainers: tuple[int, ...]
+    replicas: tuple[int, ...]
+    tp: int
+
+    @staticmethod
+    def of(config: Config, ranks_per_node: int) -> Places:
+        """Places of a run: trainer ranks fill nodes in order, replicas are spread evenly over the nodes that sample."""
+        trainers = tuple(rank // ranks_per_node for rank in range(config.parallel.world_size))
+        first = trainers[-1] + 1
+        nodes = range(first, first + config.rollout.nodes) if config.rollout.nodes else range(first)
+        count = config.rollout.replicas
+        return Places(trainers, tuple(nodes[i * len(nodes) // count] for i in range(count)), config.rollout.tp)
+
+    @staticmethod
+    def here(config: Config, env: Mapping[str, str] | None = None) -> Places:
+        """Places of the run that this torchrun rank belongs to."""
+        env = os.environ if env is None else env
+        return Places.of(config, int(env.get("LOCAL_WORLD_SIZE", config.parallel.world_size)))
+
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """Nodes with replicas, each of which gets one copy of the model."""
+        return tuple(dict.fromkeys(self.replicas))
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """Nodes with replicas and no trainers."""
+        return tuple(node for node in self.copies if node not in self.trainers)
+
+    @property
+    def members(self) -> int:
+        return len(self.trainers) + len(self.hosts)
+
+    @cached_property
+    def destinations(self) -> tuple[int, ...]:
+        """Node of each destination rank: rank `c * tp + t` is rank `t` of copy `c`."""
+        return tuple(node for node in self.copies for _ in range(self.tp))
+
+    def receiver(self, dst_rank: int) -> int:
+        """The member that receives for a destination rank."""
+        node = self.destinations[dst_rank]
+        if node in self.trainers:
+            return self.trainers.index(node)
+        return len(self.trainers) + self.hosts.index(node)
+
+    def node(self, member: int) -> int:
+        count = len(self.trainers)
+        return self.trainers[member] if member < count else self.hosts[member - count]
+
+    def near(self, src_rank: int, dst_rank: int) -> bool:
+        """Whether a trainer rank shares the node of a destination rank."""
+        return self.trainers[src_rank] == self.destinations[dst_rank]
+
+    def on(self, node: int) -> tuple[int, ...]:
+        """Replicas of a node."""
+        return tuple(i for i, at in enumerate(self.replicas) if at == node)
