@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron import signals
+
 CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|remote process exited|Socket Timeout|"
     r"Timed out waiting \d+ms for|torch\.distributed\.DistNetworkError|Connection refused"
@@ -23,8 +25,20 @@ CONSEQUENCE = re.compile(
 
 
 def is_consequence(exitcode: int, text: str) -> bool:
-    """Whether a failure follows from another rank's: told to stop by torchrun, or its partner has gone."""
-    return exitcode == -signal.SIGTERM or CONSEQUENCE.search(text) is not None
+    """Whether a failure follows from elsewhere: told to stop by torchrun or Slurm, or the rank's partner has gone."""
+    return exitcode in [-number for number in signals.SIGNALS] or CONSEQUENCE.search(text) is not None
+
+
+def all_stopped(failures: Mapping[int, Any], asked: bool) -> bool:
+    """Whether a node's ranks ended because the run was to stop, and none for a reason of its own.
+
+    Args:
+        asked: whether this node was told to stop. A rank that is still starting dies of Slurm's signal itself, and its
+            partners of its absence; nothing was lost.
+    """
+    saved = [failure.exitcode == signals.REQUEUE_EXIT_CODE for failure in failures.values()]
+    rest = [f for f, done in zip(failures.values(), saved) if not done]
+    return (asked or any(saved)) and all(is_consequence(f.exitcode, _text(f)) for f in rest)
 
 
 def write(run_folder: Path, node_rank: int, failures: Mapping[int, Any]) -> tuple[int, Any]:

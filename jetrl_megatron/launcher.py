@@ -12,7 +12,7 @@ from typing import Any
 from jetrl_megatron import first_error, signals
 from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.errors import RunError
-from jetrl_megatron.slurm_env import world_from_env
+from jetrl_megatron.slurm_env import World, world_from_env
 
 
 class RunFailed(RunError):
@@ -32,16 +32,30 @@ def ranks_per_node(config: Config, nnodes: int) -> int:
 
 
 def launch(task: str, config: Config, output: Path) -> int:
-    """Run `jetrl_megatron.worker TASK OUTPUT` on every rank and wait.
+    """Run `jetrl_megatron.worker TASK OUTPUT` on every rank and wait. Returns and raises as `run_ranks`."""
+    world = world_from_env()
+    # Spinning threads of ranks and engine starve each other on few cores: 273 ms for a layer that takes 1.5.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.train.threads))
+    command = ["-m", "jetrl_megatron.worker", task, str(output)]
+    return run_ranks(command, world, ranks_per_node(config, world.nnodes), config.train.timeout_s, output)
+
+
+def run_ranks(command: list[str], world: World, ranks: int, timeout_s: float, output: Path) -> int:
+    """Start `python COMMAND` for each of this node's ranks, in one world with the other nodes', and wait.
+
+    Args:
+        ranks: how many this node starts.
+        timeout_s: longest wait for the other nodes.
+        output: run folder; the first failure is recorded there.
 
     Returns:
-        0, or `signals.REQUEUE_EXIT_CODE` when the run was asked to stop and saved its state.
+        0, or `signals.REQUEUE_EXIT_CODE` when the run was asked to stop: it saved its state, or was still starting and
+        had none to save.
 
     Raises:
         RunFailed: when a rank failed; the others are stopped.
     """
-    world = world_from_env()
-    nproc = ranks_per_node(config, world.nnodes)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -49,28 +63,23 @@ def launch(task: str, config: Config, output: Path) -> int:
     launch_config = LaunchConfig(
         min_nodes=world.nnodes,
         max_nodes=world.nnodes,
-        nproc_per_node=nproc,
+        nproc_per_node=ranks,
         run_id=str(uuid.uuid4()) if one_node else "jetrl",
         rdzv_backend="c10d" if one_node else "static",
         rdzv_endpoint=world.rdzv_endpoint,
-        rdzv_configs={"timeout": int(config.train.timeout_s), **({} if one_node else {"rank": world.node_rank})},
+        rdzv_configs={"timeout": int(timeout_s), **({} if one_node else {"rank": world.node_rank})},
         local_addr="localhost" if one_node else None,
         max_restarts=0,
         # SIGTERM and SIGUSR1 mean "save and come back": the relay below hands them to the ranks as a file.
         signals_to_handle="SIGINT",
     )
-    command = ["-m", "jetrl_megatron.worker", task, str(output)]
     with signals.relay() as extra:
         os.environ.update(extra)
-        os.environ.setdefault("OMP_NUM_THREADS", str(config.train.threads))
-        # Spinning threads of ranks and engine starve each other on few cores: 273 ms for a layer that takes 1.5.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
             elastic_launch(launch_config, sys.executable)(*command)
         except ChildFailedError as error:
-            codes = {failure.exitcode for failure in error.failures.values()}
-            # torchrun ends by SIGTERM the ranks that are a moment behind the first to leave.
-            if signals.REQUEUE_EXIT_CODE in codes and codes <= {signals.REQUEUE_EXIT_CODE, -signal.SIGTERM}:
+            asked = Path(extra[signals.STOP_FILE]).exists()
+            if first_error.all_stopped(error.failures, asked):
                 return signals.REQUEUE_EXIT_CODE
             rank, failure = first_error.write(output, world.node_rank, error.failures)
             raise RunFailed(_describe(rank, failure, output)) from None

@@ -105,6 +105,10 @@ def spec_of(config: Config) -> ModelSpec:
             return load_model_spec(tiny_config(TinySizes()))
         if (Path(path) / "config.json").is_file():
             return load_model_spec(path)
+        if (Path(path) / ".metadata").is_file():  # a Megatron checkpoint
+            from jetrl_conversion.sources import HF_SUBFOLDER
+
+            return load_model_spec(Path(path) / HF_SUBFOLDER)
         name = Path(path).name
         for suffix in ("-Base", "-Instruct"):
             name = name.removesuffix(suffix)
@@ -207,6 +211,13 @@ def problems(config: Config, gpu: Gpu | None) -> list[str]:
             f"model.max_length: {config.model.max_length} tokens, the model has {spec.max_positions} positions"
         )
     return found
+
+
+def training_problems(spec: ModelSpec) -> list[str]:
+    """What forbids training a model that can be converted, estimated and sampled from."""
+    if not spec.num_experts:
+        return []
+    return [f"model.path: {spec.family} is a mixture of experts: converted and estimated, but not trained yet"]
 
 
 def check(config: Config, gpu: Gpu | None) -> None:

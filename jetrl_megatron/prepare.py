@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jetrl_megatron.config import Config, ConfigError
 
 TINY = "tiny"
 METRICS = "metrics.jsonl"
+MEGATRON = ".metadata"
+"""The file that every torch distributed checkpoint has."""
+LOCK_WAIT_S = 120
 QUESTIONS_FOR_TOKENIZER = 512
 
 
@@ -29,7 +35,7 @@ def load_config(recipe: str, overrides: Sequence[str]) -> Config:
 
 
 def check_output(output: Path, resume: bool) -> None:
-    """Raises ConfigError if `output` holds a run and `resume` is false, or holds none and `resume` is true."""
+    """Raises ConfigError if `output` holds a run and `resume` is false. With `resume` an empty one is no error."""
     from jetrl_megatron.checkpoint_names import steps
 
     holds = (output / METRICS).exists() or bool(steps(output))
@@ -39,30 +45,66 @@ def check_output(output: Path, resume: bool) -> None:
         raise ConfigError([f"{output} is a file"])
 
 
+def finished(config: Config, output: Path) -> bool:
+    """Whether the newest checkpoint in `output` is that of the last step."""
+    from jetrl_megatron.checkpoint_names import steps
+
+    return steps(output)[-1:] >= [config.train.steps]
+
+
+@contextlib.contextmanager
+def only_run_in(output: Path) -> Iterator[None]:
+    """Keep other processes from training in `output` during the block; the kernel lets go when this process ends.
+
+    The processes of a re-queued job may be a moment in ending on the other node: they are waited for.
+
+    Raises:
+        ConfigError: another process is at work there; says which.
+    """
+    me = f"{socket.gethostname()}, process {os.getpid()}"
+    job = os.environ.get("SLURM_JOB_ID")
+    job = f"job {job}, " if job else ""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("a+") as file:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip()
+                if not (job and holder.startswith(job)) or time.monotonic() > deadline:
+                    raise ConfigError([f"{output} is in use by another run ({holder})"]) from None
+                time.sleep(1)
+            except OSError:  # a file system without locks
+                break
+        file.truncate(0)
+        file.write(job + me + "\n")
+        file.flush()
+        yield
+
+
 def check_layout(config: Config, model_dir: Path) -> None:
     """Hold the model against the trainer's and the engine's layout, before anything is allocated.
 
     Raises:
         ConfigError: with every violation. Tiles that a layout would cut are violations unless `precision.keep_bf16`.
     """
-    from jetrl_conversion.model_spec import load_model_spec
-    from jetrl_conversion.tiles import violations
-    from jetrl_megatron.layouts import rollout_layout, trainer_layout
+    from jetrl_megatron.memory import check
 
-    spec = load_model_spec(model_dir)
-    problems = []
-    for found in violations(spec, trainer_layout(config), rollout_layout(config)):
-        if found.fatal:
-            problems.append(str(found))
-        elif config.precision.mode != "bf16" and not config.precision.keep_bf16:
-            problems.append(
-                f"{found.hf_name}: not whole 128x128 tiles in {found.layout}: {found.reason} "
-                "(precision.keep_bf16=true keeps it BF16 on both sides)"
-            )
-    if config.model.max_length > spec.max_positions:
-        problems.append(f"model.max_length: {config.model.max_length}, the model has {spec.max_positions} positions")
-    if problems:
-        raise ConfigError(problems)
+    here = copy.deepcopy(config)
+    here.model.path = str(model_dir)
+    check(here, None)
+
+
+def check_trainable(model_dir: Path) -> None:
+    """Raises ConfigError for a model that can be converted and sampled from, but not trained yet."""
+    from jetrl_conversion.model_spec import load_model_spec
+    from jetrl_megatron.memory import training_problems
+
+    if found := training_problems(load_model_spec(model_dir)):
+        raise ConfigError(found)
 
 
 def write_run(config: Config, output: Path) -> None:
@@ -79,16 +121,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetrl"
 
 
-def model_folder(config: Config, log=print) -> Path:
-    """The Hugging Face folder that the run starts from; the tiny model is made and warm-started the first time.
+def model_folder(config: Config, output: Path | None = None, log=print) -> Path:
+    """The Hugging Face folder that the run starts from.
+
+    Every trainer rank reads its slices of it and engines load it, so nothing is converted where there is one. A
+    Megatron checkpoint is converted, once, into `output`/model. The tiny model is made and warm-started the first time.
 
     Raises:
-        ConfigError: `model.path` is no model folder.
+        ConfigError: `model.path` is no model.
     """
     if config.model.path != TINY:
         folder = Path(config.model.path)
+        if (folder / MEGATRON).is_file() and output:
+            return _from_megatron(folder, output.absolute() / "model", log)
         if not (folder / "config.json").is_file():
-            raise ConfigError([f"model.path: {folder} holds no config.json; a Hugging Face model folder is needed"])
+            what = "a Megatron checkpoint" if (folder / MEGATRON).is_file() else "no config.json"
+            raise ConfigError([f"model.path: {folder} holds {what}; a Hugging Face model folder is needed"])
         return folder.absolute()
     final = cache_folder() / f"tiny-{_tiny_key(config)}"
     if (final / "config.json").is_file():
@@ -96,6 +144,16 @@ def model_folder(config: Config, log=print) -> Path:
     log(f"making and warm-starting the tiny model (once, kept in {final})")
     warm_start(config, make_random_tiny(config), final)
     return final
+
+
+def _from_megatron(checkpoint: Path, folder: Path, log) -> Path:
+    """`folder` appears when it is complete: a run that was killed meanwhile converts again."""
+    from jetrl_conversion.convert import megatron_to_hf
+
+    if not folder.exists():
+        log(f"converting the Megatron checkpoint {checkpoint} (once, kept in {folder})")
+        megatron_to_hf(checkpoint, folder)
+    return folder
 
 
 def make_random_tiny(config: Config) -> Path:

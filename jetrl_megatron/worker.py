@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
 
+from torch import multiprocessing
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from jetrl_megatron import signals
@@ -18,6 +20,8 @@ from jetrl_megatron.config import Config
 @record
 def main(task: str, output: Path) -> int:
     signals.install()
+    # A launcher that is killed leaves no ranks behind that would go on training (and writing) on their own.
+    multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     warnings.filterwarnings("ignore", module="megatron.*")
     # Megatron's advice about deprecated classes and asynchronous saves is not for the user of a recipe.
     logging.getLogger("megatron").setLevel(logging.ERROR)

@@ -4,6 +4,8 @@
 # Reads JETRL_RUN_DIR (folder of this run, on a file system that all nodes share) and JETRL_BIN (optional: the bin
 # folder of the virtual environment to use).
 set -u
+# Slurm signals this shell together with the command. The command decides what to do; the shell waits for its answer.
+trap : TERM USR1
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=slurm/env.sh
@@ -19,8 +21,6 @@ if [ "${SLURM_NODEID:-0}" = 0 ]; then
     done
 fi
 
-# Slurm signals this shell together with the command. The command decides what to do; the shell waits for its answer.
-trap : TERM USR1
 "$@"
 code=$?
 

@@ -1,40 +1,57 @@
 #!/bin/bash
 # What every node of a training job runs (through task.sh):
 #   train.sh RECIPE [--set KEY=VALUE ...]
-# Reads JETRL_RUN_DIR. Node 0 first checks the recipe and makes what is missing (a tiny model) while the others wait;
-# then all train, continuing the run that JETRL_RUN_DIR holds. With JETRL_EXPORT=1 node 0 exports the result.
+# Reads JETRL_RUN_DIR. Node 0 first checks the recipe and makes what is missing (a tiny model, the Hugging Face form of
+# a Megatron checkpoint) while the others wait; then all train, continuing the run that JETRL_RUN_DIR holds. With
+# JETRL_EXPORT=1 node 0 exports the result. Whatever is interrupted goes on, or starts again, when the job comes back.
 set -euo pipefail
+# Signals that ask to save are for the processes below; this shell outlives them to pass on the answer.
+asked=""
+trap 'asked=yes' TERM USR1
 
 recipe=$1
 shift
 node=${SLURM_NODEID:-0}
-# Signals that ask to save are for the processes below; this shell outlives them to pass on the answer. Before training
-# there is nothing to save: just come back later (85, see task.sh).
-asked=""
-trap 'asked=yes' TERM USR1
-ready="$JETRL_RUN_DIR/ready-${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}"
-if [ "$node" = 0 ]; then
-    code=0
-    JETRL_NNODES=1 JETRL_NODE_RANK=0 python -m jetrl_megatron.commands.prepare_job "$recipe" "$@" || code=$?
-    [ -z "$asked" ] || exit 85
+mark="${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}"
+
+# Run a command. If the signal itself ended it (128 + SIGTERM or SIGUSR1), it had nothing to save: come back (85, see
+# task.sh).
+step() {
+    local code=0
+    "$@" || code=$?
+    if [ -n "$asked" ] && { [ "$code" = 143 ] || [ "$code" = 138 ]; }; then code=85; fi
     [ "$code" = 0 ] || exit "$code"
-    rm -f "$JETRL_RUN_DIR"/ready-*
-    : >"$ready"
-else
-    # srun ends this wait if node 0 fails.
-    until [ -e "$ready" ]; do
+}
+
+say() {
+    : >"$JETRL_RUN_DIR/$1-$mark"
+}
+
+# Wait until node 0 has said so; srun ends this wait if node 0 fails. Listing the folder asks a file server anew.
+hear() {
+    until [[ $'\n'$(ls "$JETRL_RUN_DIR")$'\n' == *$'\n'"$1-$mark"$'\n'* ]]; do
         [ -z "$asked" ] || exit 85
         sleep 1
     done
+}
+
+if [ "$node" = 0 ]; then
+    rm -f "$JETRL_RUN_DIR"/ready-* "$JETRL_RUN_DIR"/exported-*
+    JETRL_NNODES=1 JETRL_NODE_RANK=0 step python -m jetrl_megatron.commands.prepare_job "$recipe" "$@"
+    [ -z "$asked" ] || exit 85
+    say ready
+else
+    hear ready
 fi
 
-resume=()
-if [ -e "$JETRL_RUN_DIR/metrics.jsonl" ]; then
-    resume=(--resume)
+step jetrl train "$recipe" --output "$JETRL_RUN_DIR" --resume "$@"
+
+if [ "${JETRL_EXPORT:-0}" = 1 ]; then
+    # A node that left early would make srun end the others.
+    if [ "$node" = 0 ]; then
+        step python -m jetrl_megatron.commands.export_run "$JETRL_RUN_DIR"
+        say exported
+    else
+        hear exported
+    fi
 fi
-code=0
-jetrl train "$recipe" --output "$JETRL_RUN_DIR" "${resume[@]}" "$@" || code=$?
-if [ "$code" = 0 ] && [ "$node" = 0 ] && [ "${JETRL_EXPORT:-0}" = 1 ]; then
-    python -m jetrl_megatron.commands.export_run "$JETRL_RUN_DIR"
-fi
-exit "$code"

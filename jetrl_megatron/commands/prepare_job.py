@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import typer
 
 
 def prepare(recipe: str, overrides: Sequence[str]) -> None:
-    """Check recipe, model folder and layout; warm-start a tiny model that is not there yet.
+    """Check recipe, model and layout; warm-start a tiny model or convert a Megatron checkpoint if that is needed.
 
     Raises:
         ConfigError: with every problem.
@@ -24,7 +25,10 @@ def prepare(recipe: str, overrides: Sequence[str]) -> None:
     config = prepare.load_config(recipe, overrides)
     if wrong := node_problems(config.parallel.nodes, os.environ):
         raise ConfigError(wrong)
-    prepare.check_layout(config, prepare.model_folder(config))
+    run = os.environ.get("JETRL_RUN_DIR")
+    folder = prepare.model_folder(config, Path(run) if run else None)
+    prepare.check_layout(config, folder)
+    prepare.check_trainable(folder)
 
 
 def node_problems(wanted: int, environ: Mapping[str, str]) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from jetrl_megatron import prepare
-from jetrl_megatron.config import Config, ConfigError
+from jetrl_megatron.config import ConfigError
+from jetrl_megatron.slurm_env import world_from_env
 
 
 def run(recipe: str, overrides: Sequence[str], output: Path | None, resume: bool) -> int:
@@ -14,12 +16,19 @@ def run(recipe: str, overrides: Sequence[str], output: Path | None, resume: bool
     config = prepare.load_config(recipe, overrides)
     output = (output or Path("outputs") / recipe).absolute()
     prepare.check_output(output, resume)
-    folder = _prepared_model(config)
-    config.model.path = str(folder)
-    prepare.write_run(config, output)
-    from jetrl_megatron.launcher import launch
+    folder = prepare.model_folder(config, output)
+    prepare.check_layout(config, folder)
+    prepare.check_trainable(folder)
+    # All nodes of a job share the folder; node 0 speaks for it.
+    with prepare.only_run_in(output) if world_from_env().node_rank == 0 else nullcontext():
+        if prepare.finished(config, output):
+            print(f"{output}: all {config.train.steps} steps are done already (more: --set train.steps=N)")
+            return 0
+        config.model.path = str(folder)
+        prepare.write_run(config, output)
+        from jetrl_megatron.launcher import launch
 
-    return launch("train", config, output)
+        return launch("train", config, output)
 
 
 def run_sft(recipe: str, overrides: Sequence[str], output: Path) -> None:
@@ -38,9 +47,3 @@ def print_recipes() -> None:
     from jetrl_megatron.commands.estimate import list_text
 
     print(list_text())
-
-
-def _prepared_model(config: Config) -> Path:
-    folder = prepare.model_folder(config)
-    prepare.check_layout(config, folder)
-    return folder

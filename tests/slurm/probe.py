@@ -8,14 +8,13 @@ probe.py count FOLDER N     count to N, a step every 0.5 s, from the number save
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
-from jetrl_megatron import first_error, signals
+from jetrl_megatron import signals
 
 WAIT_S = 900
 """Longest wait of one rank for another: a job that ends sooner did not run into it."""
@@ -59,35 +58,14 @@ def rank(what: str, folder: Path, *args: str) -> int:
 
 
 def main() -> int:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+    from jetrl_megatron.launcher import RunFailed, run_ranks
     from jetrl_megatron.slurm_env import world_from_env
 
-    world = world_from_env()
-    config = LaunchConfig(
-        min_nodes=world.nnodes,
-        max_nodes=world.nnodes,
-        nproc_per_node=2,
-        run_id="probe",
-        rdzv_backend="static",
-        rdzv_endpoint=world.rdzv_endpoint,
-        rdzv_configs={"rank": world.node_rank, "timeout": WAIT_S},
-        max_restarts=0,
-        signals_to_handle="SIGINT",
-    )
-    with signals.relay() as extra:
-        os.environ.update(extra)
-        try:
-            elastic_launch(config, sys.executable)(__file__, *sys.argv[1:])
-        except ChildFailedError as error:
-            codes = {failure.exitcode for failure in error.failures.values()}
-            # torchrun ends the ranks that are a moment behind the first one.
-            if signals.REQUEUE_EXIT_CODE in codes and codes <= {signals.REQUEUE_EXIT_CODE, -signal.SIGTERM}:
-                return signals.REQUEUE_EXIT_CODE
-            first_error.write(Path(sys.argv[2]), world.node_rank, error.failures)
-            return 1
-    return 0
+    try:
+        return run_ranks([__file__, *sys.argv[1:]], world_from_env(), 2, WAIT_S, Path(sys.argv[2]))
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
