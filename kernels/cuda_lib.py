@@ -107,6 +107,14 @@ def _check(status: int, what: str) -> None:
         raise CudaError(f"{what}: {(name.value or b'unknown').decode()}")
 
 
+@functools.cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The primary context of a device, which torch uses."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"context of device {device}")
+    return context
+
+
 class Kernel:
     """One `extern "C"` function of a source, for one set of macros, loaded once on each device."""
 
@@ -129,6 +137,8 @@ class Kernel:
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 return self.launch(blocks, arguments, device)
+        # A thread that torch has not yet used for this device (autograd's) has no current context.
+        _check(_driver().cuCtxSetCurrent(_context(index)), "making the device's context current")
         buffer = ctypes.create_string_buffer(arguments, len(arguments))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from jetrl_kernels.formats import BLOCK
 
+FP32_ROWS = 64
+"""Rows of A that the kernel into FP32 needs: up to 32 DeepGEMM picks a tile for it that does not compile."""
+
 
 @functools.cache
 def module() -> ModuleType | None:
@@ -49,7 +52,15 @@ def gemm_nt_fp32(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Te
     per_row = b_scale.t().repeat_interleave(BLOCK, 1)[:, : b.shape[0]]
     padded = torch.empty((per_row.shape[0], -(-b.shape[0] // 4) * 4), dtype=torch.float32, device=b.device)
     per_row = padded[:, : b.shape[0]].copy_(per_row).t()
-    return wgrad_nt(a, a_scale, b, per_row, out.zero_())
+    rows = a.shape[0]
+    if rows >= FP32_ROWS:
+        return wgrad_nt(a, a_scale, b, per_row, out.zero_())
+    codes = torch.zeros((FP32_ROWS, a.shape[1]), dtype=torch.uint8, device=a.device).view(a.dtype)
+    scale = torch.ones((a_scale.shape[1], FP32_ROWS), dtype=torch.float32, device=a.device).t()
+    codes.view(torch.uint8)[:rows] = a.view(torch.uint8)
+    scale[:rows] = a_scale
+    result = torch.zeros((FP32_ROWS, b.shape[0]), dtype=torch.float32, device=a.device)
+    return out.copy_(wgrad_nt(codes, scale, b, per_row, result)[:rows])
 
 
 def wgrad_nt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Tensor:

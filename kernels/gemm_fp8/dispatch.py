@@ -45,7 +45,8 @@ def wgrad(
         choice = choices.wgrad(dy_codes.shape[1], dy_codes.shape[0], x_codes.shape[0])
         if choice == "cublaslt" and cublaslt.transformer_engine() and cublaslt.accepts(padded_dy, padded_x):
             return cublaslt.wgrad_nt(padded_dy, dy_scale, padded_x, x_scale, out, accumulate)
-        if _deepgemm_takes("wgrad", padded_dy, padded_x, out):
+        enough = dy_codes.shape[0] >= deepgemm.FP32_ROWS
+        if enough and _deepgemm_takes("wgrad", padded_dy, padded_x, out):
             start = out if accumulate else out.zero_()
             return deepgemm.wgrad_nt(padded_dy, dy_scale.t(), padded_x, x_scale.t(), start)
     return triton_gemm.gemm_nt(

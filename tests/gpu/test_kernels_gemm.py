@@ -105,6 +105,8 @@ def test_fprop_against_the_reference_and_row_by_row(weight):
     for rows in (1, 7, 31, 32, 33, 128, 256, 500):
         some = slice(1024 - rows, 1024)
         assert torch.equal(gemm_fprop(codes[some], scale[some], q.codes, q.scale), whole[some]), rows
+        alone = gemm_fprop(codes[some], scale[some], q.codes, q.scale, out_dtype=torch.float32)
+        assert torch.equal(alone, unrounded[some]), rows
 
 
 @hopper_only
