@@ -1,7 +1,7 @@
 #!/bin/bash
 # The only list of environment variables of a job. Everything that changes numbers, communication or caches is here:
 # these names reach the container (`--container-env`), are printed with their effective values when a job starts, and
-# must be equal on the trainer's and the engine's side. jetrl_megatron/env.py reads this file; nothing else lists them.
+# must be equal on the trainer's and the engine's side. jetrl_megatron/env_list.py reads this file; nothing else lists them.
 #
 #   default NAME VALUE   set to VALUE unless the user or the site has set it
 #   pass NAME            left to the library's own default, handed on where it is set
@@ -101,6 +101,8 @@ pass TORCHINDUCTOR_CACHE_DIR
 pass VLLM_DEEP_GEMM_WARMUP
 
 # --- behaviour ---
+# 1: at its end a job writes its newest checkpoint as Hugging Face folders.
+pass JETRL_EXPORT
 # 1 on nodes without internet: a missing file is then an error at once instead of minutes of retries.
 pass HF_HUB_OFFLINE
 pass HF_DATASETS_OFFLINE

@@ -31,7 +31,7 @@ say() {
 hear() {
     until [[ $'\n'$(ls "$JETRL_RUN_DIR")$'\n' == *$'\n'"$1-$mark"$'\n'* ]]; do
         [ -z "$asked" ] || exit 85
-        sleep 1
+        sleep 1 || true # the signal ends it too
     done
 }
 

@@ -1,16 +1,20 @@
 """Real training jobs on a real two-node Slurm: one rank and its files on each node, nothing shared but the folders.
 
-The same four steps run twice: submitted with `sbatch slurm/train.sbatch` and left alone; launched with `jetrl launch`,
-asked to stop half-way by SIGTERM, re-queued by itself and finished. Both must write the same metrics.
+The same four steps run twice: submitted with `sbatch slurm/train.sbatch` and left alone; launched with `jetrl launch`
+and given all the trouble there is: a rank killed, SIGTERM while a checkpoint is written and again during the export.
+Both must write the same metrics.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import REPO, Cluster
 
@@ -90,30 +94,79 @@ def test_finished_job_has_exported_its_last_checkpoint(folder: Path, uninterrupt
     assert [f.stat().st_mtime_ns for f in made] == before, "what is complete is left alone"
 
 
-def test_launched_job_is_stopped_and_finishes_with_the_same_metrics(
+class Launched:
+    """`jetrl launch --follow` at work."""
+
+    def __init__(self, slurm: Cluster, folder: Path, run: Path):
+        site = folder / "site.toml"
+        site.write_text(
+            f'[slurm]\naccount = "any"\npartition = "main"\nexclusive = true\n[paths]\njobs = "{folder}/jobs"\n'
+            f'[python]\nbin = "{Path(sys.executable).parent}"\n'
+        )
+        # What is packaged is the last commit; other changes of a developer's tree are no matter here.
+        options = ["--site", str(site), "--output", str(run), "--allow-dirty", "--follow"]
+        self.slurm, self.folder, self.run = slurm, folder, run
+        self.shown = folder / f"shown-{time.monotonic_ns()}"
+        with self.shown.open("w") as out:
+            self.process = subprocess.Popen(
+                [JETRL, "launch", RECIPE, *SET, *options],
+                env=slurm.env | cache(folder) | {"JETRL_EXPORT": "1"},
+                cwd=folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def text(self) -> str:
+        return self.shown.read_text()
+
+    def until(self, happened: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 900
+        while not happened():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def job(self) -> str:
+        self.until(lambda: "\nlogs " in self.text())
+        return self.text().partition("job ")[2].split()[0]
+
+    def stop(self) -> None:
+        """SIGTERM to the whole step; returns when the job is back in the queue."""
+        self.slurm.run("scancel", "--signal=TERM", self.job())
+        self.slurm.wait(self.job(), "PENDING", timeout=600)
+
+
+def kill_rank(rank: int) -> None:
+    """SIGKILL, as the kernel's out-of-memory killer does; nodes are namespaces of this machine."""
+    for process in psutil.process_iter():
+        try:
+            if "jetrl_megatron.worker" in process.cmdline() and process.environ().get("RANK") == str(rank):
+                process.kill()
+        except psutil.Error:
+            continue
+
+
+def test_launched_job_survives_what_clusters_do_and_writes_the_same_metrics(
     slurm: Cluster, folder: Path, uninterrupted: list[dict]
 ):
-    site = folder / "site.toml"
-    site.write_text(
-        f'[slurm]\naccount = "any"\npartition = "main"\nexclusive = true\n[paths]\njobs = "{folder}/jobs"\n'
-        f'[python]\nbin = "{Path(sys.executable).parent}"\n'
-    )
-    run = folder / "stopped"
-    # What is packaged is the last commit; other changes of a developer's tree are no matter here.
-    options = ["--site", str(site), "--output", str(run), "--allow-dirty"]
-    launched = slurm.run(JETRL, "launch", RECIPE, *SET, *options, env=cache(folder), cwd=folder)
-    job = launched.stdout.split()[1]
-    deadline = time.monotonic() + 900
-    while len(metrics(run)) < 2:
-        assert slurm.job(job)["JobState"] in ("PENDING", "RUNNING", "CONFIGURING"), logs(folder)
-        assert time.monotonic() < deadline, logs(folder)
-        time.sleep(0.5)
-    slurm.run("scancel", "--signal=TERM", job)
-    slurm.wait(job, "PENDING", timeout=600)
+    run = folder / "launched"
+    first = Launched(slurm, folder, run)
+    first.until(lambda: len(metrics(run)) >= 1)
+    kill_rank(1)
+    assert first.process.wait(300) != 0
+    end = first.text().partition("the first error of the job:\n")[2]
+    assert end.startswith("rank 1 on n2 was killed by SIGKILL\n"), first.text()
+
+    second = Launched(slurm, folder, run)
+    second.until(lambda: list(run.glob("checkpoints/.step_000002*")))
+    second.stop()
     assert len(metrics(run)) < 4, "stopped too late to mean anything"
-    result = slurm.wait(job, timeout=1200)
-    assert (result["JobState"], result["Restarts"]) == ("COMPLETED", "1"), logs(folder)
+    second.until(lambda: list(run.glob("export")))
+    second.stop()
+    assert second.process.wait(900) == 0, second.text()
+    assert slurm.job(second.job())["Restarts"] == "2"
+    assert "step 4/4" in second.text(), "the log of every restart is shown"
     assert metrics(run) == uninterrupted
+    assert [f.name for f in sorted((run / "export").iterdir())] == ["step_000004-fp8", "step_000004-hf"]
 
 
 def test_bad_recipe_never_reaches_the_queue(slurm: Cluster, shared: Path):
