@@ -49,6 +49,9 @@ class PrecisionConfig:
     """Keep a layer whose tiles a layout would cut in BF16 on both sides, instead of refusing the run."""
     linear_backend: Literal["jetrl", "te"] = "jetrl"
     """`jetrl`: our fp8_linear (CPU and GPU). `te`: Transformer Engine layers (GPU only)."""
+    parity: Literal["off", "exact"] = "off"
+    """`exact`: the trainer's log-prob of every sampled token is the engine's own to the bit. Refused where it cannot be
+    promised; a token that differs ends the run before anything is trained on it."""
 
 
 @dataclass(kw_only=True)

@@ -32,6 +32,7 @@ from jetrl_conversion.model_spec import ModelSpec, load_model_spec
 from jetrl_conversion.parallel import Layout
 from jetrl_conversion.tiles import violations
 from jetrl_kernels.formats import BLOCK
+from jetrl_megatron import parity
 from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.hardware import GIB, GPUS_PER_NODE, Gpu
 from jetrl_megatron.layouts import rollout_layout, trainer_layout
@@ -198,12 +199,14 @@ def _activations(config: Config, spec: ModelSpec) -> float:
 
 
 def problems(config: Config, gpu: Gpu | None) -> list[str]:
-    """Everything that forbids this recipe on this GPU, one line each: layout, tiles, GPUs and nodes, memory."""
+    """Everything that forbids this recipe on this GPU, one line each: layout, tiles, parity, GPUs and nodes, memory."""
     spec = spec_of(config)
     src, dst = trainer_layout(config), rollout_layout(config)
     found = [str(v) for v in violations(spec, src, dst) if v.fatal]
     found += _tile_problems(config, spec, src, dst)
     found += _placement_problems(config, spec, src)
+    if not any(v.fatal for v in violations(spec, src, dst)):
+        found += parity.problems(config, spec, on_cpu(config))
     if not any(v.fatal for v in violations(spec, src, dst)) and gpu and not on_cpu(config):
         found += _memory_problems(config, gpu, memory(config, gpu, spec))
     if config.model.max_length > spec.max_positions:

@@ -22,6 +22,7 @@ from jetrl_megatron.loss import Divergence, grpo_loss
 from jetrl_megatron.megatron import weights, world
 from jetrl_megatron.megatron.trainer import Trainer
 from jetrl_megatron.metrics import MetricsWriter
+from jetrl_megatron.parity import Guard
 from jetrl_megatron.refit.sender import RefitReport, RefitSender
 from jetrl_megatron.rollout.pool import EnginePool
 from jetrl_megatron.sampling import Sampler
@@ -115,7 +116,11 @@ class Run:
         divergence = self._divergence(samples) if updates > 1 else None
         for number in range(updates):
             part = samples[number::updates]
-            stats, grad_norm = self.trainer.step(self._batches(part), self._loss(part))
+            loss, check = self._loss(part), None
+            if self.config.precision.parity == "exact" and updates == 1:
+                guard = self._guard()
+                loss, check = guard.watch(loss), guard.check
+            stats, grad_norm = self.trainer.step(self._batches(part), loss, check)
             totals = self._sum(stats)
             divergence = divergence or Divergence(totals["divergence"], totals["peak"])
         tokens = float(totals["loss_tokens"])
@@ -213,9 +218,23 @@ class Run:
 
         return loss
 
+    def _guard(self) -> Guard:
+        def wake() -> None:
+            if self._shares_gpu:
+                self._refitted = None
+                self.refit()
+
+        return Guard(self.trainer, self.pool, wake)
+
     def _divergence(self, samples: list[Sample]) -> Divergence:
         batches = self._batches(samples)
-        parts = [Divergence.of(lp, b.engine_logp, b.mask) for lp, b in zip(self.trainer.logprobs(batches), batches)]
+        logps = self.trainer.logprobs(batches)
+        if self.config.precision.parity == "exact":
+            guard = self._guard()
+            for logp, batch in zip(logps, batches):
+                guard.note(batch, logp)
+            guard.check(batches)
+        parts = [Divergence.of(lp, b.engine_logp, b.mask) for lp, b in zip(logps, batches)]
         totals = self._sum([{"divergence": p.sums, "peak": p.peak} for p in parts])
         return Divergence(totals["divergence"], totals["peak"])
 

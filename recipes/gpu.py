@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jetrl_megatron.config import Config, GRPOConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from jetrl_recipes.registry import recipe
+from jetrl_recipes.registry import as_it_is, recipe
 
 
-@recipe()
+@recipe(exact=as_it_is)
 def tiny_gpu() -> Config:
     return Config(
         purpose="the tiny model on one Hopper GPU: the whole program in minutes, engine compiled and captured",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jetrl_megatron.config import Config, ParallelConfig
 from jetrl_recipes.cluster import deepmath, gsm8k, math, on_h100
-from jetrl_recipes.registry import recipe
+from jetrl_recipes.registry import as_it_is, recipe
 
 
 def _8b(answer: int) -> Config:
@@ -18,14 +18,20 @@ def _8b(answer: int) -> Config:
     )
 
 
-@recipe()
+def _stages(config: Config) -> None:
+    """Exact parity wants whole layers on a GPU, as the engine has them: pipeline stages instead of tensor parallel."""
+    config.parallel = ParallelConfig(pp=2, dp=4)
+    config.model.recompute, config.rollout.gpu_memory_utilization = True, 0.4
+
+
+@recipe(exact=_stages)
 def qwen3_8b_base_8k() -> Config:
     config = _8b(8192)
     config.purpose = "MATH, answers to 8K tokens: the paper's dense 8B model on one node"
     return config
 
 
-@recipe()
+@recipe(exact=_stages)
 def qwen3_8b_base_16k() -> Config:
     config = _8b(16384)
     config.purpose = "DeepMath, answers to 16K tokens: where BF16 training with FP8 rollout collapses in the paper"
@@ -57,7 +63,7 @@ def qwen3_32b_16k() -> Config:
     return config
 
 
-@recipe()
+@recipe(exact=as_it_is)
 def qwen3_0_6b_2gpu() -> Config:
     config = on_h100(
         "Qwen3-0.6B",

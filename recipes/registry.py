@@ -22,8 +22,14 @@ MODES: tuple[Mode, ...] = typing.get_args(Mode)
 _recipes: dict[str, Callable[[], Config]] = {}
 
 
-def recipe(modes: Iterable[Mode] = MODES) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
+def recipe(
+    modes: Iterable[Mode] = MODES, exact: Callable[[Config], None] | None = None
+) -> Callable[[Callable[[], Config]], Callable[[], Config]]:
     """Register the decorated function under `<its name>_<mode>` for each of `modes`.
+
+    Args:
+        exact: register `<its name>_exact` too: mode `jetrl` with `precision.parity=exact`, after this function has
+            changed what exact parity asks to be changed.
 
     Raises:
         ValueError: two recipes carry the same name.
@@ -31,19 +37,40 @@ def recipe(modes: Iterable[Mode] = MODES) -> Callable[[Callable[[], Config]], Ca
 
     def register(build: Callable[[], Config]) -> Callable[[], Config]:
         for mode in modes:
-            name = f"{build.__name__}_{mode}"
-            if name in _recipes:
-                raise ValueError(f"recipe {name} is defined twice, the second time in {build.__module__}")
-            _recipes[name] = functools.partial(_in_mode, build, name, mode)
+            _add(f"{build.__name__}_{mode}", build, functools.partial(_in_mode, build, mode))
+        if exact is not None:
+            _add(f"{build.__name__}_exact", build, functools.partial(_exact, build, exact))
         return build
 
     return register
 
 
-def _in_mode(build: Callable[[], Config], name: str, mode: Mode) -> Config:
+def _add(name: str, build: Callable[[], Config], made: Callable[[], Config]) -> None:
+    def named() -> Config:
+        config = made()
+        config.name = name
+        return config
+
+    if name in _recipes:
+        raise ValueError(f"recipe {name} is defined twice, the second time in {build.__module__}")
+    _recipes[name] = named
+
+
+def _in_mode(build: Callable[[], Config], mode: Mode) -> Config:
     config = build()
-    config.name, config.precision.mode = name, mode
+    config.precision.mode = mode
     return config
+
+
+def _exact(build: Callable[[], Config], adapt: Callable[[Config], None]) -> Config:
+    config = _in_mode(build, "jetrl")
+    config.precision.parity = "exact"
+    adapt(config)
+    return config
+
+
+def as_it_is(config: Config) -> None:
+    """For `recipe(exact=...)`: the recipe's layout is one that exact parity supports."""
 
 
 @functools.cache

@@ -13,10 +13,10 @@ from jetrl_megatron.config import (
     SFTConfig,
     TrainConfig,
 )
-from jetrl_recipes.registry import recipe
+from jetrl_recipes.registry import as_it_is, recipe
 
 
-@recipe()
+@recipe(exact=as_it_is)
 def tiny_cpu() -> Config:
     return Config(
         purpose="spell words backwards on a laptop, in minutes: two trainer ranks and one engine, no GPU",

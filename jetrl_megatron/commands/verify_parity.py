@@ -134,7 +134,7 @@ def measure(settings: dict) -> dict:
 
     spec, output = load_model_spec(config.model.path), Path(settings["folder"])
     gpu = settings["device"] != "cpu" and torch.cuda.is_available()
-    probe = "jetrl_megatron.rollout.gpu.probe.ProbeExtension" if settings["layers"] else None
+    probe = "jetrl_megatron.rollout.probe.ProbeExtension" if settings["layers"] else None
     engine = RolloutEngine(
         config.model.path,
         config,

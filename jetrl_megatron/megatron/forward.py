@@ -31,7 +31,7 @@ class PackedSequences(PackedSeqParams):
 
 def _logprobs(hidden_states: Tensor, output_layer, output_weight, context, config, **_) -> Tensor:
     """Output processor of GPTModel: final hidden states `[T(/tp), 1, H]` -> FP32 `[2, T]` (log-prob, entropy)."""
-    batch, temperature, vocab_size = context
+    batch, temperature, vocab_size, exact = context
     weight = output_weight if output_weight is not None else output_layer.weight
     group = output_layer.tp_group
     if config.sequence_parallel:
@@ -47,6 +47,8 @@ def _logprobs(hidden_states: Tensor, output_layer, output_weight, context, confi
         temperature=temperature,
         group=group if group.size() > 1 else None,
         logits_dtype=torch.float32,
+        # Gathering logits costs a GPU bandwidth that only exact parity is worth.
+        whole=exact or group.size() == 1 or not hidden.is_cuda,
     )
     return torch.stack([logp, entropy])
 
@@ -58,6 +60,7 @@ def run(
     *,
     temperature: float,
     vocab_size: int,
+    exact: bool = False,
     forward_only: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Run all micro-batches through the pipeline; gradients accumulate in FP32 `main_grad`.
@@ -67,6 +70,7 @@ def run(
             to the step's loss, so it divides by the step's own denominator.
         temperature: sampling temperature; log-probs are those of `softmax(logits / temperature)`.
         vocab_size: true vocabulary; Megatron's padding rows do not enter the softmax.
+        exact: compute log-probs as the engine does also where that costs time (a vocabulary split over GPUs).
 
     Returns:
         The stats of every micro-batch on the last pipeline stage, an empty list elsewhere.
@@ -92,7 +96,7 @@ def run(
             None,
             packed_seq_params=packed,
             output_processor=_logprobs,
-            output_processor_context=(batch, temperature, vocab_size),
+            output_processor_context=(batch, temperature, vocab_size, exact),
         )
 
         def finish(logp_and_entropy: Tensor):
@@ -114,7 +118,12 @@ def run(
 
 
 def logprobs(
-    model: torch.nn.Module, batches: Sequence[PackedBatch], *, temperature: float, vocab_size: int
+    model: torch.nn.Module,
+    batches: Sequence[PackedBatch],
+    *,
+    temperature: float,
+    vocab_size: int,
+    exact: bool = False,
 ) -> list[Tensor]:
     """FP32 log-probs `[T]` of the targets of every micro-batch, no gradient; empty except on the last stage."""
 
@@ -124,6 +133,8 @@ def logprobs(
     training = unwrap(model).training
     model.eval()
     with torch.no_grad():
-        outputs = run(model, batches, keep, temperature=temperature, vocab_size=vocab_size, forward_only=True)
+        outputs = run(
+            model, batches, keep, temperature=temperature, vocab_size=vocab_size, exact=exact, forward_only=True
+        )
     model.train(training)
     return [stats["logp"] for stats in outputs]

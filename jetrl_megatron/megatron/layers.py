@@ -29,7 +29,7 @@ from jetrl_megatron.engine_ops import attention, rope
 class Fp8Weight:
     """What both parallel linears share: codes and scales, made once per optimizer step, consumed by every forward.
 
-    The BF16 parameter stays the optimizer's; a forward pass reads the bytes only, the very bytes a refit ships.
+    The BF16 parameter is the optimizer's; a forward pass reads the bytes only, the very bytes a refit ships.
     """
 
     weight: Tensor
@@ -37,10 +37,15 @@ class Fp8Weight:
     qweight: QuantizedWeight | None = None
 
     @torch.no_grad()
-    def quantize(self) -> None:
-        """Quantize the BF16 weight `[out_p, in_p]` in 128x128 tiles, into the storage that is already there."""
+    def quantize(self, weight: Tensor | None = None) -> None:
+        """Quantize the BF16 weight `[out_p, in_p]` in 128x128 tiles, into the storage that is already there.
+
+        Args:
+            weight: instead of the parameter's values, which `precision.fp8_param` does not keep.
+        """
+        weight = self.weight if weight is None else weight
         # DGrad on a GPU wants the transposed bytes: made here once, instead of in every backward pass.
-        fresh = quant_weight(self.weight, self.precision.scales, transposed=self.weight.is_cuda)
+        fresh = quant_weight(weight, self.precision.scales, transposed=weight.is_cuda)
         if self.qweight is None:
             self.qweight = fresh
         else:
@@ -175,10 +180,17 @@ class EngineAttention(nn.Module):
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_) -> Tensor:
         """query `[T, N_p, D]`, key and value `[T, KV_p, D]`, BF16 -> `[T, N_p * D]`."""
         packed: Any = packed_seq_params
+        q, k = self.rotated(query, key, packed)
         if query.is_cuda:
             from jetrl_megatron.megatron import gpu
 
-            q, k = gpu.rope(query, key, packed.positions, self.config.rope)
             return gpu.attention(q, k, value, packed.cu_seqlens_q, self.scale, packed.max_seqlen_q)
-        q, k = rope(query, key, packed.positions, self.config.rope)
         return attention(q, k, value.contiguous(), packed.cu_seqlens_q, self.scale)
+
+    def rotated(self, query: Tensor, key: Tensor, packed: Any) -> tuple[Tensor, Tensor]:
+        """Query and key at their positions."""
+        if query.is_cuda:
+            from jetrl_megatron.megatron import gpu
+
+            return gpu.rope(query, key, packed.positions, self.config.rope)
+        return rope(query, key, packed.positions, self.config.rope)

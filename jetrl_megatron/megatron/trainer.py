@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,8 +85,16 @@ class Trainer:
         for layer in fp8_layers(self.model).values():
             layer.quantize()
 
-    def step(self, batches: Sequence[PackedBatch], loss: forward.LossFunction) -> tuple[list[dict], float]:
+    def step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss: forward.LossFunction,
+        check: Callable[[Sequence[PackedBatch]], None] | None = None,
+    ) -> tuple[list[dict], float]:
         """Forward, backward and optimizer step over this rank's micro-batches.
+
+        Args:
+            check: called (on every rank) before the optimizer step; what it raises leaves the weights as they are.
 
         Returns:
             Stats of each micro-batch (last pipeline stage only) and the global gradient norm before clipping.
@@ -104,6 +112,8 @@ class Trainer:
             return value, stats
 
         stats = self._run(batches, noted)
+        if check is not None:
+            check(batches)
         grads = {n: p.main_grad for n, p in self.parameters().items()}
         self._raise_together("loss or gradients", not_finite(losses | grads))
         for group in self.optimizer.param_groups:
@@ -117,9 +127,14 @@ class Trainer:
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Log-probs `[T]` of every micro-batch's targets at the current weights (last pipeline stage only)."""
-        return forward.logprobs(
-            self.model, batches, temperature=self.config.rollout.temperature, vocab_size=self.spec.vocab_size
-        )
+        return forward.logprobs(self.model, batches, **self._scoring())
+
+    def _scoring(self) -> dict[str, Any]:
+        return {
+            "temperature": self.config.rollout.temperature,
+            "vocab_size": self.spec.vocab_size,
+            "exact": self.config.precision.parity == "exact",
+        }
 
     def offload(self) -> None:
         """Move masters and optimizer moments to host memory and drop the gradients; weights and FP8 bytes stay."""
@@ -141,13 +156,7 @@ class Trainer:
         return o.lr * min(1.0, (self.version + 1) / max(1, o.warmup_steps))
 
     def _run(self, batches, loss):
-        return forward.run(
-            self.model,
-            batches,
-            loss,
-            temperature=self.config.rollout.temperature,
-            vocab_size=self.spec.vocab_size,
-        )
+        return forward.run(self.model, batches, loss, **self._scoring())
 
     @staticmethod
     def _raise_together(what: str, names: list[str]) -> None:

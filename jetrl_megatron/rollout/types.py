@@ -47,7 +47,7 @@ class EngineSettings:
     cpu: bool
     sleep: bool = False
     """Give the GPU's memory back between sampling and the next refit."""
-    worker_extension: str = "jetrl_megatron.rollout.weight_transfer.WorkerExtension"
+    worker_extension: str = "jetrl_megatron.rollout.probe.ProbeExtension"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ def fused_logprob(
     group: Any = None,
     logits_dtype: torch.dtype = torch.bfloat16,
     chunk_logits: int = CHUNK_LOGITS,
+    whole: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Natural log-prob of `targets` and entropy in nats of softmax(logits / temperature).
 
@@ -47,6 +48,8 @@ def fused_logprob(
             the group by the caller (as for any column-parallel layer).
         logits_dtype: BF16 rounds logits as an engine's head does (`F.linear`); FP32 keeps the accumulators.
         chunk_logits: bound on the elements of a chunk's logits.
+        whole: log-probs by the engine's own log-softmax, bit for bit; of a split vocabulary, each chunk's logits are
+            gathered for it. False: from each rank's maximum and sum, which only those numbers cross ranks for.
 
     Returns:
         logp FP32 [T], entropy FP32 [T]; both differentiable.
@@ -67,7 +70,7 @@ def fused_logprob(
     valid = min(rows, size - vocab_start)
     if valid <= 0 and group is None:
         raise ValueError(f"no row of the vocabulary: it has {size} ids, the first local row is {vocab_start}")
-    spec = chunk.Spec(vocab_start, max(valid, 0), rows, size, temperature, group, logits_dtype, chunk_logits)
+    spec = chunk.Spec(vocab_start, max(valid, 0), rows, size, temperature, group, logits_dtype, chunk_logits, whole)
     return _FusedLogprob.apply(hidden, lm_head, targets, spec)
 
 
@@ -79,8 +82,12 @@ class _FusedLogprob(torch.autograd.Function):
         head = lm_head.detach()[: spec.rows].to(hidden.dtype)
         # Rows of stats: max, sum of exp(z - max), sum of exp(z - max) * z, logit of the target (0 if not local).
         stats = torch.empty(4, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        logp = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for span in spec.spans(hidden.shape[0]):
-            stats[:, span] = chunk.statistics(hidden[span], head, targets[span], spec)
+            z = chunk.logits(hidden[span], head, spec)
+            stats[:, span] = chunk.statistics(z, targets[span], spec)
+            if spec.whole:
+                logp[span] = chunk.whole_logprob(z, targets[span], spec)
         if spec.group is not None:
             local_max = stats[0].clone()
             dist.all_reduce(stats[0], dist.ReduceOp.MAX, group=spec.group)
@@ -94,10 +101,7 @@ class _FusedLogprob(torch.autograd.Function):
         entropy = lse - mean_logit
         ctx.save_for_backward(hidden, lm_head, targets, lse, entropy)
         ctx.spec = spec
-        if hidden.is_cuda:
-            return stats[3] - lse, entropy
-        logp = [chunk.whole_logprob(hidden[s], head, targets[s], spec) for s in spec.spans(hidden.shape[0])]
-        return torch.cat(logp) if logp else stats[3] - lse, entropy
+        return logp if spec.whole else stats[3] - lse, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -26,14 +26,16 @@ class Spec:
     group: Any
     logits_dtype: torch.dtype
     chunk_logits: int
+    whole: bool
 
     @property
     def inverse_temperature(self) -> float:
         return 1.0 / self.temperature
 
     def spans(self, tokens: int) -> Iterator[slice]:
-        """Slices of tokens whose logits stay under the bound."""
-        most = max(1, self.chunk_logits // max(self.rows, 1))
+        """Slices of tokens whose logits, gathered over the group where `whole`, stay under the bound."""
+        width = self.rows if self.group is None or not self.whole else self.vocab_size
+        most = max(1, self.chunk_logits // max(width, 1))
         chunks = -(-tokens // most)
         step = -(-tokens // max(chunks, 1))  # equal chunks, and of whole 128-row tiles where the bound allows
         if most >= 128:
@@ -67,13 +69,12 @@ def local_targets(targets: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
     return local.clamp(0, max(spec.rows - 1, 0)), here
 
 
-def statistics(hidden: Tensor, head: Tensor, targets: Tensor, spec: Spec) -> Tensor:
-    """FP32 [4, t]: max, sum of exp(z - max), sum of exp(z - max) * z, z of the target, for z = logits / temperature."""
+def statistics(z: Tensor, targets: Tensor, spec: Spec) -> Tensor:
+    """FP32 [4, t] of z [t, V]: max, sum of exp(s - max), the same times s, s of the target, for s = z / temperature."""
     if spec.rows == 0:
-        out = torch.zeros(4, hidden.shape[0], device=hidden.device)
+        out = torch.zeros(4, z.shape[0], device=z.device)
         out[0] = -torch.inf
         return out
-    z = logits(hidden, head, spec)
     if z.is_cuda:
         from jetrl_kernels.fused_logprob import kernel
 
@@ -86,18 +87,22 @@ def statistics(hidden: Tensor, head: Tensor, targets: Tensor, spec: Spec) -> Ten
     return torch.stack([peak, weight.sum(-1), (weight * z).sum(-1), chosen])
 
 
-def whole_logprob(hidden: Tensor, head: Tensor, targets: Tensor, spec: Spec) -> Tensor:
-    """FP32 [t] by torch's own log_softmax over the whole vocabulary, as an engine computes it, whatever the split.
+def whole_logprob(z: Tensor, targets: Tensor, spec: Spec) -> Tensor:
+    """FP32 [t] by the engine's own log-softmax over the whole vocabulary, whatever the split, from z [t, V].
 
-    A CPU path: it gathers a chunk's logits over the ranks, so that the sum of exponentials has one order.
+    A split chunk is gathered over the ranks, so that the sum of exponentials has one order: on a CPU that of torch's
+    log_softmax, which vLLM's sampler calls there, on a GPU that of vLLM's kernel.
     """
-    z = logits(hidden, head, spec).float()
     if spec.group is not None:
         z = torch.nn.functional.pad(z, (0, spec.padded_rows - spec.rows))
         parts = [torch.empty_like(z) for _ in range(dist.get_world_size(spec.group))]
         dist.all_gather(parts, z.contiguous(), group=spec.group)
         z = torch.cat(parts, dim=-1)[:, : spec.vocab_size]
-    return (z / spec.temperature).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    if z.is_cuda:
+        from jetrl_kernels.fused_logprob import kernel
+
+        return kernel.token_logprob(z, targets, spec.temperature)
+    return (z.float() / spec.temperature).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
 def grad_logits(
