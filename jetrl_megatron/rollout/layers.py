@@ -14,6 +14,7 @@ from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
 from vllm.platforms import current_platform
 
 from jetrl_kernels.rms_norm import add_rms_norm, rms_norm
@@ -60,6 +61,30 @@ class JetrlSiluAndMul(SiluAndMul):
         return torch.ops.jetrl.silu_mul(x)
 
 
+class _OutOfPlaceRope:
+    """vLLM's kernel behind an operator without side effects, which our compiler pass can join with the norms."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        whole_head = self.rotary_dim == self.head_size and self.is_neox_style  # type: ignore[attr-defined]
+        if _asked_for() and current_platform.is_cuda() and whole_head:
+            self._forward_method = self._shared_cuda
+
+    def _shared_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None):
+        if key is None:
+            return self.forward_cuda(positions, query, key)  # type: ignore[attr-defined]
+        table = self._match_cos_sin_cache_dtype(query)  # type: ignore[attr-defined]
+        return torch.ops.jetrl.rope(positions, query, key, table)
+
+
+class JetrlRotaryEmbedding(_OutOfPlaceRope, RotaryEmbedding):
+    pass
+
+
+class JetrlLlama3RotaryEmbedding(_OutOfPlaceRope, Llama3RotaryEmbedding):
+    pass
+
+
 class JetrlRowParallelLinear(RowParallelLinear):
     """Adds the FP32 partial sums of all ranks and rounds once: equal to one rank's result up to FP32 addition order."""
 
@@ -77,4 +102,6 @@ def register() -> None:
     if "RMSNorm" not in op_registry_oot:
         CustomOp.register_oot(JetrlRMSNorm, name="RMSNorm")
         CustomOp.register_oot(JetrlSiluAndMul, name="SiluAndMul")
+        CustomOp.register_oot(JetrlRotaryEmbedding, name="RotaryEmbedding")
+        CustomOp.register_oot(JetrlLlama3RotaryEmbedding, name="Llama3RotaryEmbedding")
         PluggableLayer.register_oot(JetrlRowParallelLinear, name="RowParallelLinear")

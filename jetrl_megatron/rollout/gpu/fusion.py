@@ -1,4 +1,7 @@
-"""Inductor pass: norm or SwiGLU and the FP8 linear behind it become one operator, with the same bits.
+"""Inductor pass that joins operators of ours, with the same bits.
+
+A norm or SwiGLU and the FP8 linear behind it become one operator, and so do the head-wise norms of queries and keys and
+the rotary embedding.
 
 vLLM's own norm and activation fusions know only its quantizers (which have no power-of-two option) and stay off.
 """
@@ -51,7 +54,50 @@ class FuseProducers(InductorPass):
             if not x.users:
                 graph.erase_node(x)
             self.fused += 1
+        for rope in [n for n in graph.nodes if n.target == jetrl.rope.default]:
+            self.fused += _fuse_qk(graph, rope)
         graph.eliminate_dead_code()
+
+
+def _fuse_qk(graph: Graph, rope: Node) -> bool:
+    """Let the rotation (and the norms before it) read the projection's result itself."""
+    import torch
+
+    jetrl, split = torch.ops.jetrl, torch.ops.aten.split_with_sizes.default
+    positions, *inputs, table = rope.args
+    norms, parts = [], []
+    for node in map(_without_views, inputs):
+        if node.target == jetrl.rms_norm.default:
+            norms.append(node.args[1:])
+            node = _without_views(node.args[0])
+        parts.append(node)
+    if any(part.target != operator.getitem or part.args[0].target != split for part in parts):
+        return False
+    splits = [part.args[0] for part in parts]
+    (qkv, sizes, *_), (other, *_) = (s.args for s in splits)
+    eps = {norm[1] for norm in norms}
+    if qkv is not other or [part.args[1] for part in parts] != [0, 1] or len(norms) not in (0, 2) or len(eps) > 1:
+        return False
+    dim = table.meta["val"].shape[-1]  # type: ignore[union-attr]
+    weights = [norm[0] for norm in norms] or [None, None]
+    with graph.inserting_before(rope):
+        new = graph.call_function(
+            jetrl.qk_norm_rope.default,
+            (qkv, positions, table, sizes[0] // dim, sizes[1] // dim, *weights, eps.pop() if eps else 0.0),
+        )
+    _carry_meta(rope, new)
+    rope.replace_all_uses_with(new)
+    graph.erase_node(rope)
+    return True
+
+
+def _without_views(node: Node) -> Node:
+    import torch
+
+    aten = torch.ops.aten
+    while node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _is_first_of(node: Node, target: object) -> bool:

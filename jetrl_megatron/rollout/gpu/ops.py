@@ -14,6 +14,7 @@ from jetrl_kernels import rms_norm as norm
 from jetrl_kernels import swiglu
 from jetrl_kernels.fp8_linear import fp8_linear as _fp8_linear
 from jetrl_kernels.gemm_fp8 import gemm_fprop
+from jetrl_kernels.qk_norm_rope import qk_norm_rope as _qk_norm_rope
 from jetrl_kernels.quant_weight import QuantizedWeight
 
 
@@ -111,3 +112,46 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     total = x.new_empty(0) if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _like(x, codes.shape[0], False), total
+
+
+@torch.library.custom_op("jetrl::rope", mutates_args=())
+def rope(positions: Tensor, q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """vLLM's rotary embedding out of place: q, k BF16 `[T, heads * D]`, table `[P, D]`."""
+    q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+    torch.ops._C.rotary_embedding(positions, q, k, table.shape[-1], table, True)
+    return q, k
+
+
+@rope.register_fake
+def _(positions: Tensor, q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))  # type: ignore[return-value]
+
+
+@torch.library.custom_op("jetrl::qk_norm_rope", mutates_args=())
+def qk_norm_rope(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`rope` of the head-wise `rms_norm` of the queries and keys in qkv `[T, (heads + 2 kv_heads) * D]`."""
+    return _qk_norm_rope(qkv, positions, table, heads, kv_heads, q_weight, k_weight, eps)
+
+
+@qk_norm_rope.register_fake
+def _(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    dim = table.shape[-1]
+    return tuple(qkv.new_empty((qkv.shape[0], n * dim)) for n in (heads, kv_heads))  # type: ignore[return-value]
