@@ -41,7 +41,8 @@ def save(trainer: Trainer, output: Path, state: dict[str, Any], keep_last: int) 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded(trainer, is_loading=False), str(partial), content_metadata=_METADATA)
+    with trainer.bf16_weights():
+        dist_checkpointing.save(_sharded(trainer, is_loading=False), str(partial), content_metadata=_METADATA)
     dist.barrier()
     if dist.get_rank() == 0:
         text = json.dumps(state | {"version": trainer.version}, indent=2)
@@ -68,13 +69,14 @@ def load(trainer: Trainer, folder: Path) -> dict[str, Any]:
 
     check_metadata(folder)
     _initialize_adam(trainer)
-    loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True), str(folder))
-    trainer.core.load_state_dict(loaded["model"])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
-    _separate_steps(trainer)
-    state = json.loads((folder / "state.json").read_text())
-    trainer.version = state["version"]
-    trainer.quantize()
+    with trainer.bf16_weights():
+        loaded = dist_checkpointing.load(_sharded(trainer, is_loading=True), str(folder))
+        trainer.core.load_state_dict(loaded["model"])
+        trainer.optimizer.load_state_dict(loaded["optimizer"])
+        _separate_steps(trainer)
+        state = json.loads((folder / "state.json").read_text())
+        trainer.version = state["version"]
+        trainer.quantize()
     return state
 
 

@@ -52,6 +52,8 @@ class PrecisionConfig:
     parity: Literal["off", "exact"] = "off"
     """`exact`: the trainer's log-prob of every sampled token is the engine's own to the bit. Refused where it cannot be
     promised; a token that differs ends the run before anything is trained on it."""
+    fp8_param: bool = False
+    """Keep linear weights in FP8 only, beside their FP32 masters: no BF16 copy during forward and backward."""
 
 
 @dataclass(kw_only=True)
@@ -134,6 +136,8 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     warmup_steps: int = 0
+    master_cast: Literal["nearest", "stochastic"] = "nearest"
+    """How FP32 masters are rounded to BF16 weights. `stochastic` is unbiased, so small updates are not lost."""
 
 
 @dataclass(kw_only=True)
@@ -265,6 +269,8 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
         yield "parallel.dp", f"{sequences} sequences a step do not divide over dp x updates_per_batch = {parts}"
     if c.parallel.cp > 1:
         yield "parallel.cp", "context parallel training of packed sequences is not supported yet, cp must be 1"
+    if c.precision.fp8_param and c.precision.mode != "jetrl":
+        yield "precision.fp8_param", f"needs precision.mode=jetrl: in {c.precision.mode} the trainer's weights are BF16"
     if c.parallel.sequence_parallel and c.parallel.tp == 1:
         yield "parallel.sequence_parallel", "needs parallel.tp > 1"
     if not (0 <= c.optimizer.beta1 < 1 and 0 <= c.optimizer.beta2 < 1):

@@ -3,7 +3,8 @@
 Persistent on a trainer rank holding N parameters, N_q of them in FP8 linears, with D = data x context parallel ranks:
 
     BF16 weights 2 N, FP32 `main_grad` 4 N, FP32 master and two moments 12 N / D (distributed optimizer),
-    mode `jetrl`: E4M3 codes, as they are and transposed for DGrad, 2 N_q, and FP32 scales 8 N_q / 128^2.
+    mode `jetrl`: E4M3 codes, as they are and transposed for DGrad, 2 N_q, and FP32 scales 8 N_q / 128^2,
+    with `fp8_param` the BF16 weights are 2 (N - N_q); where D > 1, all 2 N are there during the optimizer step.
 
 Activations that one token leaves behind in one layer (BF16; h hidden, q and k query and key rows, f MLP width; shard
 of tensor parallel ranks t; s = t with sequence parallel, else 1):
@@ -58,6 +59,8 @@ class Memory:
     activations: float
     logits: float
     overhead: float
+    gathered: float
+    """BF16 weights that exist only during the optimizer step, when there are no activations."""
     engine: float
     """Reserved by the engine while it samples."""
     engine_weights: float
@@ -72,7 +75,8 @@ class Memory:
 
     @property
     def training(self) -> float:
-        return self.state + self.activations + self.logits + self.overhead + (self.sleeping if self.colocated else 0.0)
+        passing = max(self.activations + self.logits, self.gathered)
+        return self.state + passing + self.overhead + (self.sleeping if self.colocated else 0.0)
 
     @property
     def sampling(self) -> float:
@@ -148,12 +152,13 @@ def memory(config: Config, gpu: Gpu | None, spec: ModelSpec | None = None) -> Me
     else:
         engine = config.rollout.gpu_memory_utilization * gpu.memory
     return Memory(
-        weights=2 * total,
+        weights=2 * (total - quantized) if config.precision.fp8_param else 2 * total,
         codes=quantized * (2 + 8 / BLOCK**2) if fp8_train else 0.0,
         gradients=4 * total,
         optimizer=12 * total / (p.dp * p.cp),
         activations=_activations(config, spec),
         logits=10.0 * min(LOGITS_CHUNK, tokens_per_pass(config) * spec.vocab_size // p.tp),
+        gathered=2.0 * total if config.precision.fp8_param and p.dp * p.cp > 1 else 0.0,
         overhead=0.5 * GIB if cpu else TRAINER_OVERHEAD,
         engine=engine,
         engine_weights=engine_weights,

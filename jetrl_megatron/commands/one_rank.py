@@ -54,12 +54,13 @@ def trainer_of(config: Config, training: bool):
 def random_weights(trainer, seed: int) -> None:
     """Gaussian matrices of standard deviation 1 / sqrt(in), norms of ones: activations keep their size."""
     torch.manual_seed(seed)
-    for name, parameter in trainer.parameters().items():
-        if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-    trainer.weights_loaded()
+    with trainer.bf16_weights():
+        for name, parameter in trainer.parameters().items():
+            if parameter.dim() == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+        trainer.weights_loaded()
 
 
 def largest_layers(spec: ModelSpec, layers: int, folder: Path) -> Path:

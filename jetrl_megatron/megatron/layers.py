@@ -43,9 +43,9 @@ class Fp8Weight:
         Args:
             weight: instead of the parameter's values, which `precision.fp8_param` does not keep.
         """
-        weight = self.weight if weight is None else weight
+        source = self.weight if weight is None else weight
         # DGrad on a GPU wants the transposed bytes: made here once, instead of in every backward pass.
-        fresh = quant_weight(weight, self.precision.scales, transposed=weight.is_cuda)
+        fresh = quant_weight(source, self.precision.scales, transposed=source.is_cuda)
         if self.qweight is None:
             self.qweight = fresh
         else:

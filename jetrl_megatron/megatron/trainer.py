@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from jetrl_conversion.model_spec import ModelSpec
 from jetrl_megatron.batch import PackedBatch
 from jetrl_megatron.config import Config
-from jetrl_megatron.megatron import forward
+from jetrl_megatron.megatron import forward, master_weights
 from jetrl_megatron.megatron.model import build_model, fp8_layers, unwrap
 
 
@@ -49,6 +50,7 @@ class Trainer:
         core = build_model(spec, config)
         self.model: Any = core
         self.optimizer: Any = None
+        self.masters: master_weights.MasterWeights | None = None
         if not training:
             return
         ddp = DistributedDataParallelConfig(
@@ -58,6 +60,10 @@ class Trainer:
         core.config.finalize_model_grads_func = finalize_model_grads
         core.config.grad_scale_func = None
         self.optimizer = get_megatron_optimizer(_optimizer_config(config), [self.model])
+        if master_weights.wanted(config):
+            self.masters = master_weights.MasterWeights(
+                config, spec, self.model, self.optimizer, self.parameters(), fp8_layers(self.model)
+            )
 
     @property
     def core(self):
@@ -67,6 +73,17 @@ class Trainer:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by Megatron name (layer numbers local to the pipeline stage)."""
         return dict(self.core.named_parameters())
+
+    @contextmanager
+    def bf16_weights(self) -> Iterator[None]:
+        """Within, every BF16 parameter holds its values also under `precision.fp8_param`, and may be read or written.
+        Collective. Who writes calls `weights_loaded` (or `quantize`) before leaving."""
+        if self.masters is not None:
+            self.masters.step = self.version
+            self.masters.restore()
+        yield
+        if self.masters is not None:
+            self.masters.release()
 
     def weights_loaded(self) -> None:
         """Call after writing into the BF16 parameters: masters follow them, FP8 bytes follow both."""
@@ -81,9 +98,13 @@ class Trainer:
         Raises:
             NonFiniteError: naming each weight that holds NaN or Inf, on every rank alike.
         """
-        self._raise_together("weights", not_finite(self.parameters()))
-        for layer in fp8_layers(self.model).values():
-            layer.quantize()
+        if self.masters is None or self.masters.whole:
+            self._raise_together("weights", not_finite(self.parameters()))
+            for layer in fp8_layers(self.model).values():
+                layer.quantize()
+        else:  # made already, straight from the masters
+            masters = {n: p.main_param for n, p in self.parameters().items()}  # type: ignore[attr-defined]
+            self._raise_together("weights", not_finite(masters))
 
     def step(
         self,
@@ -118,11 +139,15 @@ class Trainer:
         self._raise_together("loss or gradients", not_finite(losses | grads))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
+        if self.masters is not None:
+            self.masters.prepare(self.version + 1)
         applied, grad_norm, _ = self.optimizer.step()
         if not applied:
             raise NonFiniteError("gradients", ["(found by the optimizer)"])
         self.version += 1
         self.quantize()
+        if self.masters is not None:
+            self.masters.release()
         return stats, float(grad_norm)
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:

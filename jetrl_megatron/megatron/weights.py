@@ -25,16 +25,17 @@ def load_hf(trainer: Trainer, folder: Path) -> None:
     """
     reader = HFFolderReader(folder)
     reader.check({name: info.shape for name, info in trainer.spec.tensors().items()})
-    parameters = trainer.parameters()
-    for name in parameters:
-        # Rows that pad the vocabulary belong to no Hugging Face tensor.
-        if "word_embeddings" in name or "output_layer" in name:
-            parameters[name].zero_()
-    for piece in pieces(trainer.spec, trainer_layout(trainer.config), dist.get_rank()):
-        source = reader.read(piece.hf_name, piece.hf_start, piece.size)
-        target = cut(parameters[piece.local_name], piece.local_start, piece.size)
-        target.copy_(source.reshape(target.shape))
-    trainer.weights_loaded()
+    with trainer.bf16_weights():
+        parameters = trainer.parameters()
+        for name in parameters:
+            # Rows that pad the vocabulary belong to no Hugging Face tensor.
+            if "word_embeddings" in name or "output_layer" in name:
+                parameters[name].zero_()
+        for piece in pieces(trainer.spec, trainer_layout(trainer.config), dist.get_rank()):
+            source = reader.read(piece.hf_name, piece.hf_start, piece.size)
+            target = cut(parameters[piece.local_name], piece.local_start, piece.size)
+            target.copy_(source.reshape(target.shape))
+        trainer.weights_loaded()
 
 
 @torch.no_grad()
@@ -54,10 +55,11 @@ def save_hf(trainer: Trainer, folder: Path, source: Path) -> None:
         places = [writer.places]
     dist.broadcast_object_list(places, src=0)
     slots, written = SlotWriter(places[0] or {}), {}
-    parameters = trainer.parameters()
-    for t in plan_reshard(trainer.spec, trainer_layout(trainer.config), Layout("hf"), fp8=False).sends(rank):
-        block = cut(parameters[t.src_local].detach(), t.src_start, t.size).cpu()
-        written[t.hf_name] = written.get(t.hf_name, 0) + slots.write(t.hf_name, t.hf_start, block)
+    with trainer.bf16_weights():
+        parameters = trainer.parameters()
+        for t in plan_reshard(trainer.spec, trainer_layout(trainer.config), Layout("hf"), fp8=False).sends(rank):
+            block = cut(parameters[t.src_local].detach(), t.src_start, t.size).cpu()
+            written[t.hf_name] = written.get(t.hf_name, 0) + slots.write(t.hf_name, t.hf_start, block)
     slots.close()
     counts: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(counts, written)

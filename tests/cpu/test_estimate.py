@@ -40,6 +40,9 @@ def test_state_by_hand_on_one_gpu():
     quantized = QWEN3_8B - head_and_embedding - norms
     fp8 = memory(changed("qwen3_8b_base_8k_jetrl", *one), H200)
     assert fp8.codes == pytest.approx(2 * quantized * (1 + 4 / 128**2))
+    assert memory(changed("qwen3_8b_base_8k_jetrl", *one, "precision.fp8_param=true"), H200).weights == pytest.approx(
+        2 * (head_and_embedding + norms)
+    )
     assert fp8.engine_weights == pytest.approx(2 * (head_and_embedding + norms) + quantized * (1 + 4 / 128**2))
 
 

@@ -46,8 +46,9 @@ class _Fp8(Fp8Weight):
     precision: PrecisionConfig
 
     @torch.no_grad()
-    def quantize(self) -> None:
+    def quantize(self, weight: Tensor | None = None) -> None:
         """Let TE quantize the BF16 weight into its own cache, row-wise and column-wise, in place after the first."""
+        source = (self.weight if weight is None else weight).detach()
         cache = self._fp8_workspaces  # type: ignore[attr-defined]
         if "weight" not in cache:
             quantizer = Float8BlockQuantizer(
@@ -58,9 +59,9 @@ class _Fp8(Fp8Weight):
                 force_pow_2_scales=self.precision.scales == "pow2",
                 block_scaling_dim=2,
             )
-            cache["weight"] = quantizer.quantize(self.weight.detach())
+            cache["weight"] = quantizer.quantize(source)
         else:
-            cache["weight"].quantize_(self.weight.detach())
+            cache["weight"].quantize_(source)
         held = cache["weight"]
         # TE pads the last dimension of its scales to a multiple of 4.
         scale = held._rowwise_scale_inv[:, : blocks(self.weight.shape[1])]
