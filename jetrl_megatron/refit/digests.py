@@ -91,8 +91,6 @@ def _add(
     shape: tuple[int, ...],
 ) -> None:
     """Add the `size` block at `at` of a local tensor, at its place `hf` in the global tensor of `shape`."""
-    if tensor.dim() == 3:  # vLLM stacks experts; pieces count in the 2-D view
-        tensor = tensor.flatten(0, 1)
     block = cut(tensor, at, size)  # type: ignore[arg-type]
     last = runs[-1] if runs else None
     if last is not None and (last.end, last.hf[1], last.blocks[0].shape[1:]) == (hf[0], hf[1], block.shape[1:]):

@@ -19,12 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl_megatron.refit.message import TensorSlot
 from jetrl_megatron.refit.rectangles import Part, cut
 from jetrl_megatron.refit.shm import PREFIX as FILE_PREFIX
-from jetrl_megatron.refit.shm import SegmentError, remove_stale, segment_folder
+from jetrl_megatron.refit.shm import SegmentError, remove_stale, segment_folder, slot_view
 
 PREFIX = "cuda-ipc:"
 """A message's segment `cuda-ipc:TABLE[,TABLE...]` names the tables of the trainer ranks that feed this engine rank."""
+
+
+SEGMENT = "cuda-segment:"
+"""A message's segment `cuda-segment:TABLE` names a buffer on a GPU, laid out in slots like one in shared memory."""
 
 
 def device_uuid(index: int) -> str:
@@ -60,7 +65,6 @@ class Exporter:
             self.path = None
 
     def _write(self, tensors: Mapping[str, Tensor]) -> Path:
-        remove_stale()
         numbers: dict[int, int] = {}
         storages, entries = [], {}
         for name, tensor in tensors.items():
@@ -77,16 +81,50 @@ class Exporter:
                 "offset": tensor.storage_offset(),
             }
         device = next(iter(tensors.values())).device
-        table = {
-            "device": device_uuid(device.index or 0),
-            "storages": storages,
-            "tensors": entries,
-            "copies": self.copies,
-        }
-        path = segment_folder() / f"{FILE_PREFIX}{os.getpid()}-{os.urandom(4).hex()}-{self.label}.json"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(table, file)
-        return path
+        return _save(
+            {
+                "device": device_uuid(device.index or 0),
+                "storages": storages,
+                "tensors": entries,
+                "copies": self.copies,
+            },
+            self.label,
+        )
+
+
+class CudaSegment:
+    """`nbytes` of GPU memory that engines of this node map; `view` and `unlink` as of `shm.Segment`."""
+
+    def __init__(self, path: Path | str, memory: Tensor, exporter: Exporter | None = None):
+        self.path, self.bytes, self._exporter = path, memory, exporter
+
+    @staticmethod
+    def create(nbytes: int, device: torch.device) -> CudaSegment:
+        exporter = Exporter([[("bytes", (0, 0), (nbytes, 1), "bytes", (0, 0))]], "landing")
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return CudaSegment(f"{SEGMENT}{exporter.table({'bytes': memory})}", memory, exporter)
+
+    @staticmethod
+    def attach(path: str) -> CudaSegment:
+        """Raises SegmentError: no such table, or its GPU cannot be reached."""
+        tensors, _ = _open(Path(path.removeprefix(SEGMENT)))
+        return CudaSegment(path, tensors["bytes"])
+
+    def view(self, slot: TensorSlot) -> Tensor:
+        """Raises SegmentError: the slot reaches beyond the segment."""
+        return slot_view(self.bytes, slot, self.path)
+
+    def unlink(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+
+
+def _save(table: dict[str, Any], label: str) -> Path:
+    remove_stale()
+    path = segment_folder() / f"{FILE_PREFIX}{os.getpid()}-{os.urandom(4).hex()}-{label}.json"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(table, file)
+    return path
 
 
 class Importer:

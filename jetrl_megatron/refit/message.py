@@ -120,7 +120,8 @@ def plan_slots(
     for name, shape in local_shapes(spec, layout, rank).items():
         if name in fp8:
             wanted.append((name, "float8_e4m3fn", shape))
-            wanted.append((name + SCALE_SUFFIX, "float32", scale_shape(*shape)))
+            stacked, matrix = shape[:-2], shape[-2:]  # experts are stacked in 3-D
+            wanted.append((name + SCALE_SUFFIX, "float32", (*stacked, *scale_shape(*matrix))))
         else:
             wanted.append((name, "bfloat16", shape))
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in wanted]

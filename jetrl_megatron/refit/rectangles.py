@@ -25,7 +25,12 @@ def parts(transfer: Transfer) -> list[Part]:
 
 
 def cut(tensor: Tensor, at: Rectangle, size: Rectangle) -> Tensor:
-    """The rectangle of a 2-D tensor, or the run of a 1-D one (n x 1 to the plan); a view."""
+    """The rectangle of a 2-D tensor, or the run of a 1-D one (n x 1 to the plan); a view.
+
+    vLLM stacks experts in 3-D, which count as their 2-D view.
+    """
+    if tensor.dim() == 3:
+        tensor = tensor.flatten(0, 1)
     if tensor.dim() == 1:
         return tensor[at[0] : at[0] + size[0]]
     return tensor[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]

@@ -88,14 +88,19 @@ class Segment:
         Raises:
             SegmentError: the slot reaches beyond the segment.
         """
-        if slot.offset < 0 or slot.offset + slot.nbytes > self.nbytes:
-            raise SegmentError(f"{slot.name}: ends at byte {slot.offset + slot.nbytes} of {self.nbytes} in {self.path}")
-        flat = self.bytes[slot.offset : slot.offset + slot.nbytes]
-        return flat.view(DTYPES[slot.dtype]).view(slot.shape)
+        return slot_view(self.bytes, slot, self.path)
 
     def unlink(self) -> None:
         """Remove the name; the memory goes when the last process unmaps it."""
         self.path.unlink(missing_ok=True)
+
+
+def slot_view(memory: Tensor, slot: TensorSlot, where: object) -> Tensor:
+    """A slot of uint8 `memory`; see `Segment.view`. `where` names the memory in an error."""
+    if slot.offset < 0 or slot.offset + slot.nbytes > memory.nbytes:
+        raise SegmentError(f"{slot.name}: ends at byte {slot.offset + slot.nbytes} of {memory.nbytes} in {where}")
+    flat = memory[slot.offset : slot.offset + slot.nbytes]
+    return flat.view(DTYPES[slot.dtype]).view(slot.shape)
 
 
 def remove_stale() -> None:
