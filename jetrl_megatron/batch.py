@@ -107,19 +107,53 @@ def pack(sequences: Sequence[Sample], length: int, pad_id: int = 0) -> PackedBat
     )
 
 
-def split_for_ranks(sequences: Sequence[Sample], dp: int) -> list[list[int]]:
+def balance(lengths: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Deal indices of `lengths` into bins of exactly `counts` items, so that the bins' sums are nearly equal.
+
+    Longest first, each to the bin with the smallest sum among those with room; then the fullest and the emptiest bin
+    exchange the pair that brings them closest together, until no pair does. Deterministic.
+
+    Raises:
+        ValueError: the counts do not add up to the number of items.
+    """
+    if sum(counts) != len(lengths):
+        raise ValueError(f"bins of {list(counts)} items do not hold {len(lengths)}")
+    bins: list[list[int]] = [[] for _ in counts]
+    load = [0] * len(bins)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        target = min((b for b in range(len(bins)) if len(bins[b]) < counts[b]), key=lambda b: (load[b], b))
+        bins[target].append(index)
+        load[target] += lengths[index]
+    while len(bins) > 1:
+        full, empty = max(range(len(bins)), key=load.__getitem__), min(range(len(bins)), key=load.__getitem__)
+        gap = load[full] - load[empty]
+        pairs = ((abs(gap - 2 * (lengths[i] - lengths[j])), i, j) for i in bins[full] for j in bins[empty])
+        left, i, j = min(pairs, default=(gap, 0, 0))
+        if left >= gap:
+            break
+        bins[full][bins[full].index(i)], bins[empty][bins[empty].index(j)] = j, i
+        load[full] -= lengths[i] - lengths[j]
+        load[empty] += lengths[i] - lengths[j]
+    return bins
+
+
+def split_for_ranks(sequences: Sequence[Sample], dp: int, size: int) -> list[list[int]]:
     """Indices of the sequences of each data-parallel rank: equal counts, token sums balanced.
 
-    Longest first, each to the rank with the fewest tokens among those with room (a greedy bound on makespan).
+    Each share is in such an order that its runs of `size` sequences, the micro-batches, have balanced sums as well:
+    all of them are padded to the longest.
     """
-    capacity = len(sequences) // dp
-    shares: list[list[int]] = [[] for _ in range(dp)]
-    load = [0] * dp
-    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
-        rank = min((r for r in range(dp) if len(shares[r]) < capacity), key=lambda r: (load[r], r))
-        shares[rank].append(index)
-        load[rank] += len(sequences[index])
-    return [sorted(share) for share in shares]
+    lengths = [len(s) for s in sequences]
+    count = len(sequences) // dp
+    runs = [min(size, count - start) for start in range(0, count, size)]
+    shares = balance(lengths, [count] * dp)
+    return [[share[i] for run in balance([lengths[i] for i in share], runs) for i in run] for share in shares]
+
+
+def padding_multiple(tp: int, gpu: bool) -> int:
+    """What the tokens of a micro-batch are padded to a multiple of: sequence parallel splits them over `tp` ranks, and
+    FP8 GEMMs on a GPU want whole groups of 128 for WGrad."""
+    return 128 * tp if gpu else tp
 
 
 def micro_batches(

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron import checkpoint, checkpoint_names, signals
-from jetrl_megatron.batch import PackedBatch, Sample, micro_batches, split_for_ranks
+from jetrl_megatron.batch import PackedBatch, Sample, micro_batches, padding_multiple, split_for_ranks
 from jetrl_megatron.config import Config
 from jetrl_megatron.layouts import fp8_tensors
 from jetrl_megatron.loss import Divergence, grpo_loss
@@ -178,14 +178,13 @@ class Run:
 
     def _batches(self, samples: list[Sample]) -> list[PackedBatch]:
         parallel = self.config.parallel
-        # Sequence parallel splits the tokens over TP; FP8 GEMMs on a GPU want whole groups of 128 for WGrad.
-        multiple = parallel.tp if self.device.type == "cpu" else 128 * parallel.tp
+        size = self.config.train.micro_batch_size
         batches = micro_batches(
             samples,
-            split_for_ranks(samples, parallel.dp),
+            split_for_ranks(samples, parallel.dp, size),
             parallel_state.get_data_parallel_rank(),
-            self.config.train.micro_batch_size,
-            multiple,
+            size,
+            padding_multiple(parallel.tp, self.device.type == "cuda"),
         )
         return [batch.to(self.device) for batch in batches]
 
@@ -220,8 +219,8 @@ class Run:
 
     def _guard(self) -> Guard:
         def wake() -> None:
-            if self._shares_gpu:
-                self._refitted = None
+            if self._shares_gpu:  # a running engine takes the same weights under a new number only; the run ends here
+                self.trainer.version += 1
                 self.refit()
 
         return Guard(self.trainer, self.pool, wake)

@@ -10,7 +10,7 @@ from rich.progress import track
 from transformers import AutoTokenizer
 
 from jetrl_conversion.model_spec import load_model_spec
-from jetrl_megatron.batch import Sample, micro_batches, split_for_ranks
+from jetrl_megatron.batch import Sample, micro_batches, padding_multiple, split_for_ranks
 from jetrl_megatron.config import Config
 from jetrl_megatron.data import load_task, supervised_example
 from jetrl_megatron.megatron import weights, world
@@ -44,10 +44,10 @@ def sft(config: Config, output: Path) -> int:
         dp = parallel_state.get_data_parallel_world_size()
         batches = micro_batches(
             samples,
-            split_for_ranks(samples, dp),
+            split_for_ranks(samples, dp, config.train.micro_batch_size),
             parallel_state.get_data_parallel_rank(),
             config.train.micro_batch_size,
-            config.parallel.tp,
+            padding_multiple(config.parallel.tp, device.type == "cuda"),
         )
         stats, grad_norm = trainer.step([b.to(device) for b in batches], loss)
         report = step + 1 == config.sft.steps or (step + 1) % 50 == 0

@@ -58,7 +58,7 @@ def scaled(trainer: Trainer) -> dict[str, str]:
 def train(trainer: Trainer, steps: int = 1) -> list[float]:
     batch = samples(trainer.spec.vocab_size)
     parallel = trainer.config.parallel
-    shares = split_for_ranks(batch, parallel.dp)
+    shares = split_for_ranks(batch, parallel.dp, 4)
     batches = micro_batches(batch, shares, dist.get_rank() % parallel.dp, 4, parallel.tp)
 
     def loss(part, logp, entropy):
