@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 ARCHITECTURE = "sm_90a"
 
@@ -60,6 +61,27 @@ def available() -> bool:
     except (OSError, ImportError):
         return False
     return True
+
+
+def takes(cols: int, *inputs: Tensor) -> bool:
+    """Whether our kernels can run on 2-D CUDA inputs: rows that start on 16 bytes, `cols` in whole pieces of 8."""
+    if not inputs[0].is_cuda or not inputs[0].numel() or not available() or cols % 8:
+        return False
+    return all(
+        t.stride(-1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in inputs
+    )
+
+
+def aligned(t: Tensor) -> Tensor:
+    """`t`, contiguous and starting on 16 bytes; copied only if it was not."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+@functools.cache
+def source(*names: str) -> str:
+    """`common.cu` and the files `names` (relative to this folder) as one source."""
+    return "\n".join((Path(__file__).parent / name).read_text() for name in ("common.cu", *names))
 
 
 def compile_cubin(source: str, macros: dict[str, int]) -> bytes:

@@ -105,6 +105,15 @@ def to_f32(x):
 
 
 @triton.jit
+def quantize_groups(y, AXIS: tl.constexpr, POW2: tl.constexpr):
+    """E4M3 codes of BF16 `y` [A, B], and the FP32 scale of each group, a line along AXIS."""
+    amax = tl.max(magnitude_bits(y), axis=AXIS)
+    scale, multiplier = block_scale(amax, POW2)
+    finite = tl.expand_dims(amax < 0x7F80, AXIS)
+    return quantize(to_f32(y), tl.expand_dims(multiplier, AXIS), finite, POW2), scale
+
+
+@triton.jit
 def emit_tile(
     y,
     r,
@@ -133,20 +142,14 @@ def emit_tile(
     mask = (r < rows)[:, None] & (c < cols)[None, :]
     r64 = r.to(tl.int64)
     offsets = r64[:, None] * cols + c[None, :]
-    bits = magnitude_bits(y)
-    value = to_f32(y)
     if BF16:
         tl.store(bf16_ptr + offsets, y, mask=mask)
     if ROW:
-        amax = tl.max(bits, axis=1)
-        scale, multiplier = block_scale(amax, POW2)
-        codes = quantize(value, multiplier[:, None], (amax < 0x7F80)[:, None], POW2)
+        codes, scale = quantize_groups(y, 1, POW2)
         tl.store(codes_ptr + offsets, codes, mask=mask)
         tl.store(scale_ptr + group.to(tl.int64) * scale_stride + r, scale, mask=r < rows)
     if COL:
-        amax = tl.max(bits, axis=0)
-        scale, multiplier = block_scale(amax, POW2)
-        codes = quantize(value, multiplier[None, :], (amax < 0x7F80)[None, :], POW2)
+        codes, scale = quantize_groups(y, 0, POW2)
         mask_t = (c < cols)[:, None] & (r >= 0)[None, :]  # the padding tokens of the last group get code 0
         tl.store(codes_t_ptr + c.to(tl.int64)[:, None] * t_stride + r[None, :], tl.trans(codes), mask=mask_t)
         tl.store(scale_t_ptr + token_group.to(tl.int64) * cols + c, scale, mask=c < cols)

@@ -1,7 +1,8 @@
-"""1x128 and 128x1 quantization in Triton: one read of the input, one write of each output.
+"""1x128 and 128x1 quantization: one read of the input, one write of each output.
 
-A program owns a tile of whole groups: [rows, 128] for the row-wise form, [128, 128] where the column-wise form is asked
-for too. Same bits as `reference.py`.
+In CUDA C++ (`row_quant`, `tile_quant`) where the alignment allows, otherwise in Triton: a program
+owns a tile of whole groups, [rows, 128] for the row-wise form, [128, 128] where the column-wise form is asked for too.
+Same bits as `reference.py`.
 """
 
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_kernels import tile_quant
+from jetrl_kernels import cuda_lib, row_quant, tile_quant
 from jetrl_kernels.formats import BLOCK, blocks
 from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, unit_columns
 
@@ -70,6 +71,8 @@ def _run(x: Tensor, policy: str, row: bool, col: bool) -> TileOutput:
     rows, cols = x.shape
     if col and tile_quant.accepts("identity", cols, x):
         return tile_quant.quantize("identity", x, cols, policy, row=row)
+    if not col and cuda_lib.takes(cols, x):
+        return row_quant.quantize(x, policy)
     out = TileOutput(rows, cols, x.device, bf16=False, row=row, col=col)
     if x.numel():
         height = BLOCK if col else ROWS

@@ -1,7 +1,8 @@
-"""128x128 weight quantization in Triton, optionally from the FP32 master, with the BF16 copy and transposed codes.
+"""128x128 weight quantization, optionally from the FP32 master, with the BF16 copy and transposed codes.
 
-One program for each tile: the FP32 -> BF16 rounding (nearest or stochastic), the tile's maximum, the codes and their
-transposition happen in registers, from one read. Same bits as the references.
+In CUDA C++ (`tile_quant`) where the alignment allows, otherwise in Triton. One program for each tile: the
+FP32 -> BF16 rounding (nearest or stochastic), the tile's maximum, the codes and their transposition happen in
+registers, from one read. Same bits as the references.
 """
 
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
@@ -95,9 +96,11 @@ def quantize_tiles(
     """
     w = w if w.stride(-1) == 1 else w.contiguous()
     rows, cols = w.shape
-    plain = w.dtype == torch.bfloat16 and bf16_out is None and not (transposed and rows % 16)
-    if plain and tile_quant.accepts("weight", cols, w):
-        return tile_quant.quantize_weight(w, policy, transposed)
+    even = not (transposed and rows % 16) and not (stochastic and (position[1] % 8 or position[2] % 8))
+    if even and tile_quant.accepts("weight", cols, w if bf16_out is None else bf16_out, w):
+        return tile_quant.quantize_weight(
+            w, policy, transposed, bf16_out=bf16_out, stochastic=stochastic, position=position
+        )
     codes = torch.empty((rows, cols), dtype=torch.float8_e4m3fn, device=w.device)
     codes_t = torch.empty((cols, rows), dtype=torch.float8_e4m3fn, device=w.device) if transposed else None
     scale = torch.empty(scale_shape(rows, cols), dtype=torch.float32, device=w.device)

@@ -1,32 +1,35 @@
-"""RMSNorm in Triton: with a residual, into FP8, and backward.
+"""RMSNorm on a GPU: with a residual, into FP8, and backward.
 
-Forward: one program for each row, whose sum has one order for a given H: a row's result does not depend on the others.
-The column-wise FP8 form needs 128 tokens at once; it re-reads `x` in tiles, with the reciprocal RMS of the first pass.
+A row's sum has one order for a given H: a row's result does not depend on the others. In CUDA C++ (`row_quant`;
+`tile_quant` for the column-wise form, which needs 128 tokens at once; `backward.cu`) where H and the alignment allow,
+otherwise in Triton: one program for each row, and for the column-wise form a second pass over tiles.
 """
 
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
+
+import functools
+import struct
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_kernels import tile_quant
+from jetrl_kernels import cuda_lib, row_quant, tile_quant
 from jetrl_kernels.formats import BLOCK, blocks
-from jetrl_kernels.triton_lib import (
-    GROUP,
-    TileOutput,
-    block_scale,
-    emit_tile,
-    magnitude_bits,
-    quantize,
-    to_bf16,
-    to_f32,
-    unit_columns,
-)
+from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, quantize_groups, to_bf16, to_f32
 
 WARPS_TILE = 8
+PROGRAMS = 264
+"""Blocks of the backward, each with a part of dW. A fixed number, so that the order of its sum does not depend on the
+machine: two for each multiprocessor of an H100 or H200."""
+PIECES = 2
+"""Pieces of 8 channels in a thread of the backward, while 1024 threads suffice: measured best."""
+
+_PACK_BACKWARD = struct.Struct("7P2i").pack
+_PACK_SUM = struct.Struct("2P2i").pack
+"""`struct Arguments` and `struct SumArguments` of `backward.cu`."""
 
 
 @triton.jit
@@ -68,10 +71,7 @@ def _row_kernel(
         if BF16:
             tl.store(y_ptr + row * cols + c, y, mask=mask)
         if ROW:
-            groups = tl.reshape(y, (WIDTH // GROUP, GROUP))
-            amax = tl.max(magnitude_bits(groups), axis=1)
-            scale, multiplier = block_scale(amax, POW2)
-            codes = quantize(to_f32(groups), multiplier[:, None], (amax < 0x7F80)[:, None], POW2)
+            codes, scale = quantize_groups(tl.reshape(y, (WIDTH // GROUP, GROUP)), 1, POW2)
             tl.store(codes_ptr + row * cols + c, tl.reshape(codes, (WIDTH,)), mask=mask)
             g = tl.arange(0, WIDTH // GROUP)
             tl.store(scale_ptr + g.to(tl.int64) * scale_stride + row, scale, mask=g * GROUP < cols)
@@ -187,9 +187,14 @@ def forward(
     col: bool = False,
 ) -> tuple[TileOutput, Tensor, Tensor]:
     """Norm of [rows, H] (of bf16(x + residual)) in the forms asked for; the normalized input; FP32 rstd [rows]."""
-    x = x.contiguous()
+    x = cuda_lib.aligned(x)
+    residual = None if residual is None else cuda_lib.aligned(residual)
     rows, cols = x.shape
-    weight = weight.detach().to(torch.bfloat16).contiguous()
+    weight = cuda_lib.aligned(weight.detach().to(torch.bfloat16))
+    if cuda_lib.takes(cols, x) and (col or cols <= row_quant.MAX_WIDTH):
+        if col:
+            return tile_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
+        return row_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
     total = torch.empty_like(x) if residual is not None else x
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     # With `col` the first pass only adds the residual and finds rstd; the outputs come from the tiles.
@@ -198,7 +203,7 @@ def forward(
         width = max(BLOCK, triton.next_power_of_2(cols))
         _row_kernel[(rows,)](
             x,
-            x if residual is None else residual.contiguous(),
+            x if residual is None else residual,
             weight,
             total,
             *((x, x, rstd) if row_out is None else row_out.args()[:3]),
@@ -215,9 +220,6 @@ def forward(
         )
     if row_out is not None:
         return row_out, total, rstd
-    if tile_quant.accepts("norm", cols, total):
-        out = tile_quant.quantize("norm", total, cols, policy, row=row, bf16=bf16, weight=weight, rstd=rstd)
-        return out, total, rstd
     out = TileOutput(rows, cols, x.device, bf16=bf16, row=row, col=True)
     if x.numel():
         _tile_kernel[(triton.cdiv(rows, BLOCK), blocks(cols))](
@@ -231,26 +233,50 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """dX BF16 [rows, H] (rounded, then plus `d_total`, rounded) and dW FP32 [H] of the norm of `x`."""
     rows, cols = x.shape
-    x, dy = x.contiguous(), unit_columns(dy).contiguous()
+    x, dy = cuda_lib.aligned(x), cuda_lib.aligned(dy)
+    d_total = None if d_total is None else cuda_lib.aligned(d_total)
+    weight = cuda_lib.aligned(weight.detach().to(torch.bfloat16))
     dx = torch.empty_like(x)
-    # A fixed number of programs, so that the order of dW's sum does not depend on the machine.
-    programs = min(rows, 512)
-    partial = torch.zeros((max(programs, 1), cols), dtype=torch.float32, device=x.device)
-    if x.numel():
-        width = max(BLOCK, triton.next_power_of_2(cols))
-        _backward_kernel[(programs,)](
-            dy,
-            dy if d_total is None else d_total.contiguous(),
-            x,
-            weight.detach().to(torch.bfloat16).contiguous(),
-            rstd,
-            dx,
-            partial,
-            rows,
-            cols,
-            triton.cdiv(rows, programs),
-            d_total is not None,
-            width,
-            num_warps=_warps(width, 512),
-        )
+    if not x.numel():
+        return dx, torch.zeros(cols, dtype=torch.float32, device=x.device)
+    programs = min(rows, PROGRAMS)
+    partial = torch.empty((programs, cols), dtype=torch.float32, device=x.device)
+    tensors = (dy, x, weight, rstd, d_total, dx, partial)
+    if cuda_lib.takes(cols, x):
+        dw = torch.empty(cols, dtype=torch.float32, device=x.device)
+        pointers = [0 if t is None else t.data_ptr() for t in tensors]
+        kernel, sum_parts = _backward(cols, d_total is not None)
+        kernel.launch(programs, _PACK_BACKWARD(*pointers, rows, cols), x.device)
+        sum_parts.launch(triton.cdiv(cols, 32), _PACK_SUM(partial.data_ptr(), dw.data_ptr(), programs, cols), x.device)
+        return dx, dw
+    width = max(BLOCK, triton.next_power_of_2(cols))
+    _backward_kernel[(programs,)](
+        dy,
+        dy if d_total is None else d_total,
+        x,
+        weight,
+        rstd,
+        dx,
+        partial,
+        rows,
+        cols,
+        triton.cdiv(rows, programs),
+        d_total is not None,
+        width,
+        num_warps=_warps(width, 512),
+    )
     return dx, partial.sum(0)
+
+
+@functools.cache
+def _backward(cols: int, residual: bool) -> tuple[cuda_lib.Kernel, cuda_lib.Kernel]:
+    """The two kernels of `backward.cu` for a width."""
+    pieces = max(PIECES, -(-cols // (8 * 1024)))
+    warps = -(-cols // (256 * pieces))
+    exact = cols == 256 * pieces * warps
+    registers = 24 + 36 * pieces
+    macros = {"PIECES": pieces, "WARPS": warps, "RESIDUAL": int(residual), "EXACT": int(exact), "POW2": 1}
+    macros["MIN_BLOCKS"] = max(1, 65536 // (32 * warps * registers))
+    text = cuda_lib.source("rms_norm/statistics.cu", "rms_norm/backward.cu")
+    main = cuda_lib.Kernel(text, "norm_backward", macros, 32 * warps)
+    return main, cuda_lib.Kernel(text, "sum_parts", macros, 512)

@@ -9,13 +9,14 @@
 // MODE WEIGHT has one scale for the whole tile, writes the codes as they stand and, if COL, transposed.
 // SWIGLU_BACKWARD makes two tiles (of the gate's gradient and of the up projection's) from one set of loads.
 //
-// Same bits as kernels/quant_act/reference.py. Magnitudes are compared as integers (15 low bits of BF16), which orders
-// NaN over Inf over finite numbers. Compile-time switches (macros): MODE, POW2, ROW, COL, BF16OUT,
-// MIN_BLOCKS (of a multiprocessor), RUN (below).
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+// NORM does the statistics of a row in the same launch: blocks that find them run ahead of the blocks that own tiles, by
+// so little that the tiles' inputs still lie in the L2. A tile waits until its token group is `ready`. That cannot
+// deadlock while blocks start in the order of their index, which they do (CUB's single-pass scan rests on it too).
+//
+// WEIGHT takes the FP32 master as well, rounded to BF16 on the way, to nearest or with Philox noise.
+//
+// Same bits as kernels/quant_act/reference.py, quant_weight/reference.py, master_cast/reference.py. Macros: MODE, POW2,
+// ROW, COL, BF16OUT, SOURCE (of WEIGHT), RESIDUAL and AHEAD (of NORM), MIN_BLOCKS (of a multiprocessor), RUN (below).
 
 #define IDENTITY 0
 #define NORM 1
@@ -23,42 +24,10 @@ typedef unsigned short u16;
 #define SWIGLU_BACKWARD 3
 #define WEIGHT 4
 
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ __forceinline__ u32 pack_bf16(float lo, float hi) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(hi), "f"(lo));
-    return out;
-}
-
-__device__ __forceinline__ float round_bf16(float x) { return low(pack_bf16(x, 0.f)); }
-
-__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
-    u16 lo, hi;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(lo) : "f"(b), "f"(a));
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(hi) : "f"(d), "f"(c));
-    return (u32)lo | ((u32)hi << 16);
-}
-
-__device__ __forceinline__ u32 max16x2(u32 a, u32 b) { return __vmaxu2(a, b); }
-
-// Scale from the largest magnitude (BF16 bits), and what a value is multiplied by (pow2) or divided by (fp32).
-__device__ __forceinline__ void block_scale(u32 amax, float& scale, float& factor) {
-    const u32 floor_bits = (9u << 23) | 0x600000u;  // 448 * 2**-126
-    u32 bits = max(amax << 16, floor_bits);
-    if (POW2) {
-        u32 exponent = (bits >> 23) - 8 + ((bits & 0x7fffffu) > 0x600000u);
-        scale = __uint_as_float(exponent << 23);
-        factor = __uint_as_float((254u - exponent) << 23);
-    } else {
-        scale = __fdiv_rn(__uint_as_float(bits), 448.f);
-        factor = scale;
-    }
-    if (amax >= 0x7f80u) scale = __uint_as_float(0x7fc00000u);
-}
-
-__device__ __forceinline__ float scaled(float x, float factor) { return POW2 ? x * factor : __fdiv_rn(x, factor); }
+// SOURCE
+#define BF16 0
+#define FP32 1
+#define FP32_STOCHASTIC 2
 
 // exp and division as Triton's `tl.exp` and `/` compile, so that fused and unfused SwiGLU agree to the bit.
 __device__ __forceinline__ float fast_exp(float x) {
@@ -82,43 +51,124 @@ __device__ __forceinline__ float sigmoid(float x) {
 __device__ __forceinline__ float silu_bf16(float g) { return round_bf16(fast_divide(g, 1.f + fast_exp(-g))); }
 
 struct Arguments {
-    const void* x;        // BF16 [rows, cols]; gate_up [rows, 2 half] of SWIGLU*
-    const void* dy;       // BF16 [rows, half] of SWIGLU_BACKWARD
-    const void* weight;   // BF16 [cols] of NORM
-    const void* rstd;     // FP32 [rows] of NORM
-    void* bf16;           // BF16 [rows, cols]
-    void* codes;          // E4M3 [rows, cols]
-    void* scale;          // FP32 [groups, scale_stride]
-    void* codes_t;        // E4M3 [cols, t_stride]
-    void* scale_t;        // FP32 [token groups, cols]
+    const void* x;         // [rows, cols], BF16 (FP32 of WEIGHT with that SOURCE); gate_up [rows, 2 half] of SWIGLU*
+    const void* dy;        // BF16 [rows, half] of SWIGLU_BACKWARD; residual [rows, cols] of NORM
+    const void* weight;    // BF16 [cols] of NORM
+    void* rstd;            // FP32 [rows] of NORM, written
+    void* total;           // BF16 [rows, cols] of NORM with RESIDUAL, written: x + residual
+    u32* ready;            // zeros [token groups] of NORM: counts the blocks that have done their rows
+    void* bf16;            // BF16 [rows, cols]
+    void* codes;           // E4M3 [rows, cols]
+    void* scale;           // FP32 [groups, scale_stride]
+    void* codes_t;         // E4M3 [cols, t_stride]
+    void* scale_t;         // FP32 [token groups, cols]
     long long x_stride, dy_stride, scale_stride, t_stride;
+    long long row0, col0, global_cols;  // of FP32_STOCHASTIC: place in the global tensor
+    u32 seed, step, tensor_id;          // of FP32_STOCHASTIC
     int rows, cols, half, tiles_t, tiles_c;
+    float eps;  // of NORM
 };
 
 // Which tile a block owns: bands of RUN token groups, channel by channel, so that blocks that run together share both
-// rows of the input and rows of the transposed output. NORM goes backwards: the pass before it, which found rstd, left the
-// last rows in the L2.
+// rows of the input and rows of the transposed output.
 __device__ __forceinline__ void tile_of_block(const Arguments& a, int& tile_t, int& tile_c) {
-    const int block = MODE == NORM ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int band = block / (RUN * a.tiles_c);
-    const int inside = block - band * RUN * a.tiles_c;
+    const int band = blockIdx.x / (RUN * a.tiles_c);
+    const int inside = blockIdx.x - band * RUN * a.tiles_c;
     const int height = min(RUN, a.tiles_t - band * RUN);
     tile_c = inside / height;
     tile_t = band * RUN + inside - tile_c * height;
 }
 
-__device__ __forceinline__ uint4 load16(const void* base, long long offset, bool ok) {
-    if (!ok) return make_uint4(0, 0, 0, 0);
-    uint4 v;
-    const void* at = (const char*)base + 2 * offset;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
+#if MODE == NORM
+#define PARTS 16  // blocks that share the statistics of a token group: a row for each warp
+#define BATCH (RESIDUAL ? 4 : 8)
+
+// A band of NORM: the statistics of RUN token groups, then the tiles of the band that lies AHEAD bands back. Returns
+// whether the block owns a tile; `part` is which statistics it owns otherwise. tile_t may lie outside: nothing to do.
+__device__ __forceinline__ bool norm_block(const Arguments& a, int& tile_t, int& tile_c, int& part) {
+    const int band = blockIdx.x / (RUN * (PARTS + a.tiles_c));
+    int inside = blockIdx.x - band * RUN * (PARTS + a.tiles_c);
+    part = inside % PARTS;
+    tile_t = band * RUN + inside / PARTS;
+    if (inside < RUN * PARTS) return false;
+    inside -= RUN * PARTS;
+    tile_c = inside / RUN;
+    tile_t = (band - AHEAD) * RUN + inside % RUN;
+    return true;
 }
 
-__device__ __forceinline__ u32 norm_pair(u32 x, u32 w, float rstd) {
-    return pack_bf16(round_bf16(low(x) * rstd) * low(w), round_bf16(high(x) * rstd) * high(w));
+__device__ __forceinline__ void statistics(const Arguments& a, int tile_t, int part) {
+    const int lane = threadIdx.x & 31, row = tile_t * 128 + part * 8 + (threadIdx.x >> 5), pieces = a.cols / 8;
+    if (row < a.rows) {
+        double sum = 0.;
+        for (int first = lane; first < pieces; first += 32 * BATCH) {
+            uint4 v[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int piece = first + 32 * i;
+                v[i] = load16_const((const uint4*)((const u16*)a.x + row * a.x_stride) + piece, piece < pieces);
+            }
+#if RESIDUAL
+            uint4 added[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int piece = first + 32 * i;
+                added[i] = load16_const((const uint4*)((const u16*)a.dy + row * a.dy_stride) + piece, piece < pieces);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int piece = first + 32 * i;
+                v[i] = add8(v[i], added[i]);
+                if (piece < pieces) ((uint4*)a.total)[(long long)row * pieces + piece] = v[i];
+            }
+#endif
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) sum += sum_of_squares(v[i]);
+        }
+        const float rstd = reciprocal_rms(sum_of_lanes(sum), a.cols, a.eps);
+        if (lane == 0) ((float*)a.rstd)[row] = rstd;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(a.ready + tile_t, 1u);
+    }
 }
+
+__device__ __forceinline__ void wait_until_ready(const Arguments& a, int tile_t) {
+    if (threadIdx.x == 0)
+        while (load_acquire(a.ready + tile_t) < PARTS) __nanosleep(64);
+    __syncthreads();
+}
+#endif
+
+// 8 neighbours of the FP32 master as BF16 pairs.
+#if MODE == WEIGHT && SOURCE != BF16
+__device__ __forceinline__ u32 round_pair(float lo, float hi, u32 noise) {
+    const u32 nearest = pack_bf16(lo, hi);
+    if (SOURCE == FP32) return nearest;
+    u32 bits[2] = {__float_as_uint(lo), __float_as_uint(hi)};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        u32 up = bits[k] + (k ? noise >> 16 : noise & 0xffffu);
+        if ((up & 0x7f800000u) == 0x7f800000u) up = bits[k];  // finite stays finite
+        if ((bits[k] & 0x7f800000u) == 0x7f800000u) up = k ? nearest : nearest << 16;
+        bits[k] = up;
+    }
+    return __byte_perm(bits[0], bits[1], 0x7632);
+}
+
+__device__ __forceinline__ uint4 load_master(const Arguments& a, int r, int c, bool ok) {
+    const uint4* at = (const uint4*)((const float*)a.x + r * a.x_stride + c);
+    uint4 x = make_uint4(0, 0, 0, 0), y = x, noise = x;
+    if (ok) x = __ldg(at), y = __ldg(at + 1);
+    if (SOURCE == FP32_STOCHASTIC) noise = philox(((a.row0 + r) * a.global_cols + a.col0 + c) >> 3, a.step, a.tensor_id, a.seed);
+    return make_uint4(round_pair(__uint_as_float(x.x), __uint_as_float(x.y), noise.x),
+                      round_pair(__uint_as_float(x.z), __uint_as_float(x.w), noise.y),
+                      round_pair(__uint_as_float(y.x), __uint_as_float(y.y), noise.z),
+                      round_pair(__uint_as_float(y.z), __uint_as_float(y.w), noise.w));
+}
+#endif
 
 __device__ __forceinline__ u32 swiglu_pair(u32 gate, u32 up) {
     return pack_bf16(silu_bf16(low(gate)) * low(up), silu_bf16(high(gate)) * high(up));
@@ -164,7 +214,7 @@ __device__ __forceinline__ void emit(const Arguments& a, Shared& sm, const u32 (
         top[j] = 0;
 #pragma unroll
         for (int i = 0; i < 8; ++i) top[j] = max16x2(top[j], v[i][j] & 0x7fff7fffu);
-        top[j] = max16x2(top[j], __shfl_xor_sync(0xffffffffu, top[j], 16));
+        top[j] = max16x2(top[j], __shfl_xor_sync(ALL_LANES, top[j], 16));
     }
     float tile_factor = 0.f;
     u32 tile_keep = 0;
@@ -255,7 +305,14 @@ __device__ __forceinline__ void emit(const Arguments& a, Shared& sm, const u32 (
 extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) tile_quant(const __grid_constant__ Arguments a) {
     __shared__ Shared sm;
     int tile_t, tile_c;
+#if MODE == NORM
+    int part;
+    const bool own_tile = norm_block(a, tile_t, tile_c, part);
+    if (tile_t < 0 || tile_t >= a.tiles_t) return;
+    if (!own_tile) return statistics(a, tile_t, part);
+#else
     tile_of_block(a, tile_t, tile_c);
+#endif
     const int c0 = tile_c * 128 + (threadIdx.x & 15) * 8, r0 = tile_t * 128 + (threadIdx.x >> 4) * 8;
     // Of SWIGLU_BACKWARD tiles_c counts the tiles of one half.
     const bool c_ok = c0 < (MODE == SWIGLU_BACKWARD ? a.half : a.cols);
@@ -263,31 +320,44 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) tile_quant(const _
 #if MODE == SWIGLU_BACKWARD
     u32 w[8][4];
 #endif
-    uint4 weight = make_uint4(0, 0, 0, 0);
-    if (MODE == NORM) weight = load16(a.weight, c0, c_ok);
+#if MODE == NORM && RESIDUAL
+    wait_until_ready(a, tile_t);
+#endif
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int r = r0 + i;
         const bool ok = c_ok && r < a.rows;
-        const long long at = (long long)r * a.x_stride + c0;
-        const uint4 x = load16(a.x, at, ok);
-#if MODE == NORM
-        const float rstd = ok ? ((const float*)a.rstd)[r] : 0.f;
-        v[i][0] = norm_pair(x.x, weight.x, rstd), v[i][1] = norm_pair(x.y, weight.y, rstd);
-        v[i][2] = norm_pair(x.z, weight.z, rstd), v[i][3] = norm_pair(x.w, weight.w, rstd);
-#elif MODE == SWIGLU
-        const uint4 up = load16(a.x, at + a.half, ok);
+        const char* at = (const char*)a.x + 2 * (r * a.x_stride + c0);
+#if MODE == WEIGHT && SOURCE != BF16
+        const uint4 x = load_master(a, r, c0, ok);
+#elif MODE == NORM && RESIDUAL
+        const uint4 x = load16((const char*)a.total + 2 * ((long long)r * a.cols + c0), ok);
+#else
+        const uint4 x = load16_const(at, ok);
+#endif
+#if MODE == SWIGLU
+        const uint4 up = load16_const(at + 2 * a.half, ok);
         v[i][0] = swiglu_pair(x.x, up.x), v[i][1] = swiglu_pair(x.y, up.y);
         v[i][2] = swiglu_pair(x.z, up.z), v[i][3] = swiglu_pair(x.w, up.w);
 #elif MODE == SWIGLU_BACKWARD
-        const uint4 up = load16(a.x, at + a.half, ok);
-        const uint4 dy = load16(a.dy, (long long)r * a.dy_stride + c0, ok);
+        const uint4 up = load16_const(at + 2 * a.half, ok);
+        const uint4 dy = load16_const((const char*)a.dy + 2 * (r * a.dy_stride + c0), ok);
         swiglu_grad_pair(dy.x, x.x, up.x, v[i][0], w[i][0]), swiglu_grad_pair(dy.y, x.y, up.y, v[i][1], w[i][1]);
         swiglu_grad_pair(dy.z, x.z, up.z, v[i][2], w[i][2]), swiglu_grad_pair(dy.w, x.w, up.w, v[i][3], w[i][3]);
 #else
         v[i][0] = x.x, v[i][1] = x.y, v[i][2] = x.z, v[i][3] = x.w;
 #endif
     }
+#if MODE == NORM
+    if (!RESIDUAL) wait_until_ready(a, tile_t);
+    const uint4 weight = load16_const((const u16*)a.weight + c0, c_ok);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float rstd = c_ok && r0 + i < a.rows ? __ldcg((const float*)a.rstd + r0 + i) : 0.f;
+        v[i][0] = norm_pair(v[i][0], weight.x, rstd), v[i][1] = norm_pair(v[i][1], weight.y, rstd);
+        v[i][2] = norm_pair(v[i][2], weight.z, rstd), v[i][3] = norm_pair(v[i][3], weight.w, rstd);
+    }
+#endif
     emit(a, sm, v, tile_t, tile_c);
 #if MODE == SWIGLU_BACKWARD
     __syncthreads();  // the next tile's maxima and codes overwrite shared memory
