@@ -132,7 +132,6 @@ def test_logprob_chunk(dtype, vocab):
     z[0, :5] = -300.0
     targets = torch.randint(0, vocab + 50, (tokens,))
     spec = chunk.Spec(20, vocab, vocab, 20 + vocab, 0.7, None, dtype, 1 << 20, whole=False)
-    eye = torch.eye(vocab, dtype=dtype) if vocab < 1000 else None
     f = z.float() * spec.inverse_temperature
     local, here = chunk.local_targets(targets, spec)
     peak = f.amax(-1)
@@ -140,8 +139,7 @@ def test_logprob_chunk(dtype, vocab):
     want = torch.stack(
         [peak, weight.sum(-1), (weight * f).sum(-1), torch.where(here, f.gather(-1, local[:, None])[:, 0], 0.0)]
     )
-    if eye is not None:
-        torch.testing.assert_close(chunk.statistics(z, eye, targets, spec), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(chunk.statistics(z, targets, spec), want, rtol=1e-5, atol=1e-4)
     got = kernel.statistics(z.to(DEVICE), targets.to(DEVICE), 20, spec.inverse_temperature)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-4)
     lse = want[0] + want[1].log()
