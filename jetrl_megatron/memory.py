@@ -147,7 +147,7 @@ def memory(config: Config, gpu: Gpu | None, spec: ModelSpec | None = None) -> Me
     cpu = on_cpu(config)
     kv_rows = spec.head_dim * max(1, spec.num_kv_heads // config.rollout.tp)
     kv_token = 4.0 * spec.num_layers * kv_rows
-    if gpu is None or cpu:
+    if gpu is None or cpu or not config.rollout.gpu_memory_utilization:
         engine = engine_weights + config.rollout.memory_gib * GIB + ENGINE_BUFFERS
     else:
         engine = config.rollout.gpu_memory_utilization * gpu.memory

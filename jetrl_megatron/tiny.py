@@ -33,7 +33,7 @@ class TinySizes:
     ffn: int = 512
     vocabulary: int = 256
     """256: Megatron pads to 128 x TP, so TP=2 needs no padded rows."""
-    max_positions: int = 1024
+    max_positions: int = 4096
     tied: bool = True
 
     def check(self) -> None:
