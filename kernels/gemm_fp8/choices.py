@@ -13,10 +13,11 @@ def fprop(out_features: int, in_features: int) -> str:
 
 def dgrad(tokens: int, in_features: int, out_features: int) -> str:
     """`deepgemm` or `cublaslt` for dX [tokens, in]."""
-    deep = out_features >= 28672 and in_features <= 5120
-    return "cublaslt" if deep and 128 < tokens <= 512 else "deepgemm"
+    deep = out_features >= 24576 and in_features <= 5120
+    uneven = (out_features, in_features) == (4096, 14336)  # DeepGEMM's second wave of tiles is two thirds empty
+    return "cublaslt" if (deep or uneven) and 128 < tokens <= 512 else "deepgemm"
 
 
 def wgrad(tokens: int, out_features: int, in_features: int) -> str:
     """`deepgemm` or `cublaslt` for dW [out, in] summed over `tokens`."""
-    return "cublaslt" if tokens <= 512 else "deepgemm"
+    return "cublaslt" if tokens <= 512 or out_features * in_features <= 4096 * 4096 else "deepgemm"

@@ -33,7 +33,7 @@ def mostly_equal(a: torch.Tensor, b: torch.Tensor, share: float) -> None:
     assert bool(((a - b).abs() <= 2**-6 * torch.maximum(a.abs(), b.abs()) + 1e-30).all())
 
 
-SHAPES = [(2, 64), (34, 384)] if INTERPRETED else [(1, 64), (131, 4096), (1000, 5120)]
+SHAPES = [(2, 64), (34, 384)] if INTERPRETED else [(1, 64), (131, 4096), (1000, 5120), (33, 2880), (300, 12288)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,6 +80,33 @@ def test_norm_forward_and_backward(shape, with_residual):
     assert same(with_total, dx.cpu() + d_total)
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("hidden", [1024, 2880, 4096, 5120])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_cuda_and_triton_norms_agree(hidden, with_residual, monkeypatch):
+    """The CUDA C++ kernels and the Triton ones that stand in for them: the same bits forward, and close gradients."""
+    from jetrl_kernels import cuda_lib
+    from jetrl_kernels.rms_norm import kernel
+
+    torch.manual_seed(5)
+    x, residual, dy = (torch.randn(777, hidden, device="cuda").bfloat16() for _ in range(3))
+    weight = torch.randn(hidden, device="cuda").bfloat16()
+    assert cuda_lib.takes(hidden, x)
+    results = []
+    for use in (True, False):
+        if not use:
+            monkeypatch.setattr(cuda_lib, "takes", lambda *args: False)
+        added = residual if with_residual else None
+        for col in (False, True):
+            out, total, rstd = kernel.forward(x, weight, 1e-6, residual=added, bf16=True, row=True, col=col)
+            results.append([out.bf16, *out.row, total, rstd, *(out.col or ())])
+        results.append(kernel.backward(dy, x, weight, rstd, added))
+    for cuda, triton in zip(results[:2], results[3:5]):
+        assert all(same(a, b) for a, b in zip(cuda, triton, strict=True))
+    for cuda, triton in zip(results[2], results[5]):
+        assert float((cuda.float() - triton.float()).norm() / triton.float().norm()) < 2e-3
+
+
 @pytest.mark.parametrize("shape", [(3, 128), (130, 256)] if INTERPRETED else [(3, 128), (130, 3072), (999, 12288)])
 def test_swiglu_forward_and_backward(shape):
     from jetrl_kernels.quant_act import reference as quantizer
@@ -111,14 +138,27 @@ def test_digest_has_the_cpu_value(dtype):
     from jetrl_kernels.digest import kernel, reference
 
     torch.manual_seed(3)
-    shapes = [(1, 1), (3, 5), (40, 1030)] if INTERPRETED else [(1, 1), (3, 5), (999, 1030), (700, 12288)]
+    shapes = [(1, 1), (3, 5), (20, 520)] if INTERPRETED else [(1, 1), (3, 5), (999, 1030), (700, 12288)]
     for rows, cols in shapes:
         t = torch.randint(0, 250, (rows, cols)).to(dtype)
         for row0, col0 in ((0, 0), (17, 3), (2**33, 128)):
             want = int(reference.digest_tensor(t, row0, col0))
             assert int(kernel.digest_tensor(t.to(DEVICE), row0, col0)) == want
-    part = t.to(DEVICE)[1:, 1:]
-    assert int(kernel.digest_tensor(part, 1, 1)) == int(reference.digest_tensor(t[1:, 1:], 1, 1))
+
+
+def shards(t: torch.Tensor, cut: int) -> list[torch.Tensor]:
+    """Any alignment: of the first element, of the stride from row to row."""
+    return [t[cut:, cut:], t[:, :-cut], t[:, : t.shape[1] - cut].contiguous()[1:]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_digest_of_any_alignment(dtype):
+    from jetrl_kernels.digest import kernel, reference
+
+    t = torch.randint(0, 250, (5, 67) if INTERPRETED else (300, 1030)).to(dtype)
+    for cut in range(1, 4):
+        for part, there in zip(shards(t, cut), shards(t.to(DEVICE), cut)):
+            assert int(kernel.digest_tensor(there, 1, cut)) == int(reference.digest_tensor(part, 1, cut))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
