@@ -108,6 +108,8 @@ def _problems(site: Site) -> list[str]:
         value = getattr(site.paths, key)
         if value and not Path(value).is_absolute():
             found.append(f"paths.{key}: {value!r} is not an absolute path")
+    if re.search(r"\s", site.paths.jobs):
+        found.append(f"paths.jobs: {site.paths.jobs!r} has a space in it, which NeMo-Run does not quote")
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", s.time):
         found.append(f"slurm.time: {s.time!r} is not a Slurm time such as 04:00:00 or 2-00:00:00")
     if s.gpus_per_node < 1:

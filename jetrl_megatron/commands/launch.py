@@ -26,7 +26,7 @@ from jetrl_megatron import site as sites
 from jetrl_megatron.config import ConfigError, apply_overrides
 from jetrl_megatron.env_list import REPO, effective
 from jetrl_megatron.hardware import gpu
-from jetrl_megatron.memory import gpus, problems
+from jetrl_megatron.memory import gpus, problems, spec_of, training_problems
 from jetrl_megatron.site import Site
 
 ExecutorName = Literal["local", "slurm"]
@@ -72,7 +72,7 @@ def make_job(
     path = Path(config.model.path)
     if site and site.paths.models and path.parts[:1] == ("models",):
         extra = ["--set", f"model.path={Path(site.paths.models, *path.parts[1:])}"]
-    found += problems(config, gpu(device))
+    found += problems(config, gpu(device)) + training_problems(spec_of(config))
     nodes = config.parallel.nodes
     per_node = gpus(config) // nodes
     if site and per_node > site.slurm.gpus_per_node:
@@ -172,7 +172,7 @@ def submit(job: Job, site: Site, stamp: str) -> tuple[str, Path]:
         (Slurm job id, folder of its code and logs).
 
     Raises:
-        ConfigError: Slurm refused the job, in its own words.
+        ConfigError: Slurm refused the job, or the code could not be packaged, in their own words.
     """
     from invoke.exceptions import UnexpectedExit
 
@@ -182,7 +182,8 @@ def submit(job: Job, site: Site, stamp: str) -> tuple[str, Path]:
             experiment.run(detach=True)
         except UnexpectedExit as error:
             lines = error.result.stderr.strip().splitlines()
-            raise ConfigError([f"Slurm refused the job: {line}" for line in lines]) from None
+            what = "Slurm refused the job" if "sbatch" in error.result.command else "packaging the code failed"
+            raise ConfigError([f"{what}: {line}" for line in lines]) from None
         return experiment.jobs[0].handle.rpartition("/")[2], Path(experiment._exp_dir) / job.name
 
 

@@ -97,6 +97,7 @@ def test_one_task_a_node_and_no_launcher_of_nemo_runs(tmp_path: Path):
         ("qwen3_8b_base_8k_jetrl", ["grpo.group_sise=4"], "did you mean 'grpo.group_size'"),
         ("qwen3_8b_base_8k_jetrl", ["parallel.nodes=3"], "8 ranks do not divide over 3 nodes"),
         ("qwen3_8b_base_8k_jetrl", ["train.micro_batch_size=9"], "memory: training needs"),
+        ("qwen3_30b_a3b_8k_bf16", [], "is a mixture of experts: converted and estimated, but not trained yet"),
         ("qwen3_8b_base_8k_jetrl", ["grpo.group_size=1"], "a group needs at least 2 answers"),
         ("qwen3_8b_base_8k_jetrl", ["model.path=models/Qwen2.5-0.5B", "parallel.tp=2", "parallel.dp=4"], "tiles break"),
     ],
@@ -116,6 +117,8 @@ def test_more_gpus_a_node_than_the_cluster_has(tmp_path: Path):
 def test_every_recipe_can_be_launched(tmp_path: Path):
     where = site(tmp_path)
     for name in registry.names():
+        if "a3b" in name:
+            continue
         job = launch.make_job(name, [], where, run_folder=tmp_path, environ={})
         assert job.nodes * job.gpus_per_node == gpus(registry.get(name))
 
@@ -143,7 +146,7 @@ def test_site_lists_every_problem(tmp_path: Path):
     time = "four hours"
     grace = 5
     [paths]
-    jobs = "relative"
+    jobs = "rel ative"
     [container]
     image = "x.sqsh"
     mounts = ["/a"]
@@ -162,7 +165,8 @@ def test_site_lists_every_problem(tmp_path: Path):
         "slurm.account: missing",
         "slurm.time: 'four hours' is not a Slurm time",
         "slurm.grace: 5 s are shorter",
-        "paths.jobs: 'relative' is not an absolute path",
+        "paths.jobs: 'rel ative' is not an absolute path",
+        "paths.jobs: 'rel ative' has a space in it",
         "container.mounts: '/a' is not /outside:/inside",
         "python.bin: the container has its own",
         "env.NCCL_IB_HAC: not on the list of slurm/env.sh, did you mean 'NCCL_IB_HCA'",
