@@ -92,7 +92,7 @@ class Recorder:
 
     def found(self) -> dict[str, int]:
         """Digest (of this rank's shard) by operation; waits for the device."""
-        return {name: int(value.item()) for name, value in self._found.items()}
+        return {name: combine([int(value.item())]) for name, value in self._found.items()}
 
 
 def merge(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -105,5 +105,5 @@ def merge(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def first_difference(ours: Mapping[str, int], theirs: Mapping[str, int], layers: int) -> str | None:
-    """The first operation whose results differ; None if all are equal. What only one side notes is passed over."""
-    return next((n for n in operations(layers) if n in ours and n in theirs and ours[n] != theirs[n]), None)
+    """The first operation whose results differ, or that only one side noted; None if all are equal."""
+    return next((n for n in operations(layers) if ours.get(n) != theirs.get(n)), None)

@@ -12,6 +12,7 @@ from jetrl_megatron.commands import (
     bench_convert,
     bench_gpu,
     bench_kernels,
+    bench_parity,
     bench_step,
     convert,
     verify_checkpoint,
@@ -182,6 +183,7 @@ verify.command()(verify_parity.parity)
 bench = _group("bench", "Measure parts of the system.")
 bench.command()(bench_convert.convert)
 bench.command()(bench_step.step)
+bench.command()(bench_parity.parity)
 bench.command("kernels")(bench_kernels.bench_kernels)
 for measure in (bench_gpu.rollout, bench_gpu.train, bench_gpu.refit):
     bench.command()(measure)

@@ -21,12 +21,15 @@ def parity(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder; with a config.json alone, weights are random.")],
     mode: Annotated[list[str], typer.Option(help=f"Modes to compare, of {', '.join(MODES)}; all by default.")] = [],  # noqa: B006
     strict: Annotated[bool, typer.Option("--strict", help="Fail on any difference.")] = False,
-    layers: Annotated[
-        bool, typer.Option("--layers", help="Say which layer differs first (engine runs eagerly).")
+    layers: Annotated[bool, typer.Option("--layers", help="Say which layer and operation differ first.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Sample again: other batches, cached prefixes; nothing may change.")
     ] = False,
+    heavy: Annotated[bool, typer.Option("--heavy", help="Random weights with heavy tails (Student's t, 3).")] = False,
     sequences: Annotated[int, typer.Option(help="Sequences.")] = 16,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt, at random.")] = 32,
     new: Annotated[int, typer.Option(help="Tokens that the engine samples after each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Compare trainer and engine: bytes by digest, then log-probs, teacher-forced prefill and decode apart.
@@ -44,6 +47,9 @@ def parity(
                 "model": str(model.absolute()),
                 "mode": name,
                 "layers": layers,
+                "again": again,
+                "heavy": heavy,
+                "temperature": temperature,
                 "sequences": sequences,
                 "prompt": prompt,
                 "new": new,
@@ -58,7 +64,7 @@ def parity(
             result = json.loads(run.stdout.splitlines()[-1])
         results.append(result)
         _print(result)
-        different |= any(result[pair]["mismatch_count"] for pair in ("prefill", "decode"))
+        different |= any(result[pair]["mismatch_count"] for pair in ("prefill", "decode", "again") if pair in result)
     print(json.dumps(results))
     if strict and different:
         raise typer.Exit(1)
@@ -79,9 +85,10 @@ def _print(result: dict) -> None:
             f"  {said:30} differ {numbers['mismatch_count']:>8}  max {numbers['max_abs_diff']:.3e}  "
             f"mean |d| {numbers['mean_abs_diff']:.3e}  k1 {numbers['k1']:.3e}  k3 {numbers['k3']:.3e}"
         )
-    if "first_layer" in result:
-        first = result["first_layer"]
-        print("  every layer's output is equal" if first is None else f"  layer {first} is the first to differ")
+    if "again" in result:
+        print(f"  sampled again: {result['again']['mismatch_count']} log-probs changed")
+    if "first_difference" in result:
+        print(f"  first to differ: {result['first_difference'] or 'nothing'}")
 
 
 def compare(trainer: list[float], engine: list[float]) -> dict[str, float]:
@@ -97,14 +104,15 @@ def compare(trainer: list[float], engine: list[float]) -> dict[str, float]:
     }
 
 
-def measure(settings: dict) -> dict:
-    """One mode, in a world of one rank with one engine. Digests must agree before anything else is compared."""
-    from jetrl_megatron.commands import one_rank
+def _config(settings: dict):
+    from jetrl_conversion.model_spec import load_model_spec
     from jetrl_megatron.config import Config, ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, TrainConfig
 
-    mode = settings["mode"]
-    length = settings["prompt"] + settings["new"] + 2
-    config = Config(
+    mode, length = settings["mode"], settings["prompt"] + settings["new"] + 2
+    spec = load_model_spec(settings["model"])
+    # Everything at once, unless told: keys and values of all layers, BF16, and a block more for each sequence.
+    cache = settings["sequences"] * (length + 128) * spec.num_layers * spec.kv_rows * 4
+    return Config(
         name=f"parity_{mode}",
         model=ModelConfig(path=settings["model"], max_length=length),
         parallel=ParallelConfig(),
@@ -113,45 +121,47 @@ def measure(settings: dict) -> dict:
         ),
         rollout=RolloutConfig(
             max_response_tokens=settings["new"],
+            temperature=settings.get("temperature", 1.0),
             max_num_seqs=min(256, max(8, settings["sequences"])),
             max_num_batched_tokens=max(512, length),
-            enforce_eager=settings["layers"],
+            enforce_eager=settings.get("eager", False),
             gpu_memory_utilization=0.0,
-            memory_gib=2.0,
+            memory_gib=settings.get("memory_gib") or max(0.25, cache / 2**30),
             start_timeout_s=900.0,
         ),
         train=TrainConfig(device=settings["device"], micro_batch_size=8, timeout_s=900.0),
     )
+
+
+def measure(settings: dict) -> dict:
+    """One mode, in a world of one rank with one engine. Digests must agree before anything else is compared."""
     import torch
 
     from jetrl_conversion.model_spec import load_model_spec
     from jetrl_megatron.batch import Sample, micro_batches
+    from jetrl_megatron.commands import one_rank
     from jetrl_megatron.layouts import fp8_tensors
+    from jetrl_megatron.megatron import forward
     from jetrl_megatron.refit.sender import RefitSender
     from jetrl_megatron.rollout.client import RolloutEngine
     from jetrl_megatron.rollout.pool import EnginePool
     from jetrl_megatron.rollout.types import Sampling
 
+    config = _config(settings)
     spec, output = load_model_spec(config.model.path), Path(settings["folder"])
     gpu = settings["device"] != "cpu" and torch.cuda.is_available()
-    probe = "jetrl_megatron.rollout.probe.ProbeExtension" if settings["layers"] else None
-    engine = RolloutEngine(
-        config.model.path,
-        config,
-        quantized=fp8_tensors(spec, config),
-        output=output,
-        cpu=not gpu,
-        worker_extension=probe,
-    )
+    engine = RolloutEngine(config.model.path, config, quantized=fp8_tensors(spec, config), output=output, cpu=not gpu)
     pool = EnginePool([engine])
     pool.start()
     try:
         trainer, spec = one_rank.trainer_of(config, training=False)
+        if settings.get("heavy"):
+            heavy_tailed(trainer, config.train.seed)
         sender = RefitSender(trainer, pool)
         report = sender.send()
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(spec.vocab_size, (settings["sequences"], settings["prompt"]), generator=generator)
-        sampling = Sampling(temperature=1.0, max_tokens=settings["new"], stop_token_ids=())
+        sampling = Sampling(temperature=config.rollout.temperature, max_tokens=settings["new"], stop_token_ids=())
         answers = pool.generate(prompts.tolist(), list(range(len(prompts))), sampling)
         full = [a.prompt_ids + a.token_ids for a in answers]
         prefill = [logp for a, scores in zip(answers, engine.score(full)) for logp in scores[len(a.prompt_ids) - 1 :]]
@@ -165,47 +175,70 @@ def measure(settings: dict) -> dict:
             samples, [list(range(len(samples)))], 0, config.train.micro_batch_size, 128 if gpu else 1
         )
         batches = [b.to(trainer.device) for b in batches]
-        ours = [float(x) for lp, b in zip(trainer.logprobs(batches), batches) for x in lp[b.mask].tolist()]
+
+        def ours(temperature: float) -> list[float]:
+            logps = forward.logprobs(trainer.model, batches, temperature=temperature, vocab_size=spec.vocab_size)
+            return [float(x) for logp, b in zip(logps, batches) for x in logp[b.mask].tolist()]
+
+        # The engine scores given tokens at temperature 1.
         result = {
-            "mode": mode,
+            "mode": settings["mode"],
             "device": torch.cuda.get_device_name() if gpu else "cpu",
             "tensors": report.tensors,
-            "tokens": len(ours),
+            "tokens": len(decode),
             "refit_seconds": report.seconds,
-            "prefill": compare(ours, prefill),
-            "decode": compare(ours, decode),
-            "engine_decode_against_prefill": compare(decode, prefill),
+            "prefill": compare(ours(1.0), prefill),
+            "decode": compare(ours(config.rollout.temperature), decode),
         }
+        if config.rollout.temperature == 1.0:
+            result["engine_decode_against_prefill"] = compare(decode, prefill)
+        if settings.get("again"):
+            result["again"] = _again(pool, prompts.tolist(), sampling, answers)
         if settings["layers"]:
-            result["first_layer"] = _first_layer(trainer, engine, samples[0], 128 if gpu else 1)
+            result["first_difference"] = _first_difference(trainer, engine, batches[0], full[0])
         sender.close()
         return result
     finally:
         pool.close()
 
 
-def _first_layer(trainer, engine, sample, multiple: int) -> int | None:
-    """Number of the first layer whose output differs for one sequence; None if all are equal."""
+def heavy_tailed(trainer, seed: int) -> None:
+    """Weights from Student's t with 3 degrees of freedom (variance 3), scaled by sqrt(1 / (3 in)); norms 1 + 0.1 t."""
     import torch
 
-    from jetrl_megatron.batch import micro_batches
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in trainer.parameters().items():
+            if name.endswith("bias"):
+                parameter.zero_()
+                continue
+            for rows in parameter.split(max(1, (1 << 27) // parameter[0].numel())):
+                t = torch.randn(rows.shape, device=rows.device)
+                t /= sum(torch.randn(rows.shape, device=rows.device).square_() for _ in range(3)).div_(3).sqrt_()
+                rows.copy_(1 + 0.1 * t if parameter.dim() == 1 else t * (3 * parameter.shape[1]) ** -0.5)
+    trainer.weights_loaded()
 
-    tokens = sample.prompt_ids + sample.response_ids
-    engine.call_workers("jetrl_record")
-    engine.score([tokens])
-    theirs = engine.call_workers("jetrl_recorded")[0]
-    ours: list[torch.Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda module, inputs, output: ours.append(output[0][: len(tokens), 0].cpu()))
-        for layer in trainer.core.decoder.layers
-    ]
-    trainer.logprobs([b.to(trainer.device) for b in micro_batches([sample], [[0]], 0, 1, multiple)])
-    for hook in hooks:
-        hook.remove()
-    for number, (our, their) in enumerate(zip(ours, theirs)):
-        if not torch.equal(our.view(torch.int16), torch.from_numpy(their[: len(tokens)])):
-            return number
-    return None
+
+def _again(pool, prompts: list[list[int]], sampling, answers) -> dict[str, int]:
+    """Sample the same requests again: backwards, in two parts, prompts from the prefix cache."""
+    seeds = list(range(len(prompts)))[::-1]
+    half = len(seeds) // 2
+    found = [a for part in (seeds[:half], seeds[half:]) if part for a in
+             pool.generate([prompts[i] for i in part], part, sampling)][::-1]  # fmt: skip
+    pairs = [(x, y) for a, b in zip(answers, found) for x, y in zip(a.logprobs, b.logprobs)]
+    return {
+        "mismatch_count": sum(x != y for x, y in pairs),
+        "cached_tokens": sum(a.cached_tokens for a in found),
+        "tokens_changed": sum(x != y for a, b in zip(answers, found) for x, y in zip(a.token_ids, b.token_ids)),
+    }
+
+
+def _first_difference(trainer, engine, batch, tokens: list[int]) -> str | None:
+    """The first operation whose result differs for the first sequence of a micro-batch; None if all are equal."""
+    from jetrl_megatron import parity_search
+
+    ours = parity_search.trainer_side(trainer, batch, 0, len(tokens))
+    return parity_search.compare(ours, parity_search.engine_side(engine, tokens), trainer.spec.num_layers)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class EngineSettings:
     cpu: bool
     sleep: bool = False
     """Give the GPU's memory back between sampling and the next refit."""
+    attention_splits: bool = False
+    """Let vLLM split long contexts over thread blocks as the batch suggests: decode is then no longer prefill's equal.
+    Only `jetrl bench parity` asks for it, to tell what one split costs."""
     worker_extension: str = "jetrl_megatron.rollout.probe.ProbeExtension"
 
 

@@ -13,21 +13,26 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from jetrl_megatron.rollout.gpu.options import SPLITS
 from jetrl_megatron.rollout.plugin import NAME
 
 
 class OneSplitBuilder(FlashAttentionMetadataBuilder):
     """Builds vLLM's metadata without a schedule that depends on the batch."""
 
+    @property
+    def _stock(self) -> bool:
+        return self.model_config.quantization != NAME or self.vllm_config.additional_config.get(SPLITS, False)
+
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FlashAttentionMetadata:
-        if self.model_config.quantization != NAME:
+        if self._stock:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = super().build(0, common_attn_metadata, fast_build=True)
         metadata.max_num_splits = 1
         return metadata
 
     def use_cascade_attention(self, *args, **kwargs) -> bool:
-        if self.model_config.quantization != NAME:
+        if self._stock:
             return super().use_cascade_attention(*args, **kwargs)
         return False
 

@@ -16,6 +16,10 @@ FUSIONS_OFF = (
 """vLLM's passes that would put another quantizer, norm or rope in place of the trainer's."""
 
 
+SPLITS = "jetrl_attention_splits"
+"""Key of vLLM's `additional_config` for `EngineSettings.attention_splits`."""
+
+
 def gpu_options(settings: EngineSettings) -> dict[str, Any]:
     """Arguments of `vllm.LLM` that only a GPU engine takes."""
     from jetrl_megatron.rollout.gpu.fusion import FuseProducers
@@ -27,5 +31,6 @@ def gpu_options(settings: EngineSettings) -> dict[str, Any]:
             "inductor_compile_config": {"post_grad_custom_post_pass": FuseProducers()},
         },
         "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
+        "additional_config": {SPLITS: settings.attention_splits},
         "enable_sleep_mode": settings.sleep,
     }
