@@ -200,6 +200,11 @@ class Config:
     sft: SFTConfig = field(default_factory=SFTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    @property
+    def nodes(self) -> int:
+        """Nodes of the whole job: those that train and those that only sample."""
+        return self.parallel.nodes + self.rollout.nodes
+
     def validate(self) -> None:
         """Check values that need no model and no device.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -13,6 +14,9 @@ from jetrl_megatron import first_error, signals
 from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.errors import RunError
 from jetrl_megatron.slurm_env import World, world_from_env
+
+HOST_STARTS = 3
+"""How often the host process of a node that only samples is started."""
 
 
 class RunFailed(RunError):
@@ -32,22 +36,54 @@ def ranks_per_node(config: Config, nnodes: int) -> int:
 
 
 def launch(task: str, config: Config, output: Path) -> int:
-    """Run `jetrl_megatron.worker TASK OUTPUT` on every rank and wait. Returns and raises as `run_ranks`."""
+    """Run `jetrl_megatron.worker TASK OUTPUT` on every rank and wait. Returns and raises as `run_ranks`.
+
+    On a node that only samples (`rollout.nodes`, the job's last ones) its host process runs instead.
+    """
     world = world_from_env()
+    hosts = config.rollout.nodes if task == "train" else 0
+    if hosts:
+        if world.nnodes != config.nodes:
+            said = f"{config.parallel.nodes} nodes train and {hosts} sample, and this job has {world.nnodes}"
+            raise ConfigError([f"rollout.nodes: {said}"])
+        if world.node_rank >= config.parallel.nodes:
+            return run_host(output, world.node_rank)
+        world = world._replace(nnodes=config.parallel.nodes)
     # Spinning threads of ranks and engine starve each other on few cores: 273 ms for a layer that takes 1.5.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("OMP_NUM_THREADS", str(config.train.threads))
     command = ["-m", "jetrl_megatron.worker", task, str(output)]
-    return run_ranks(command, world, ranks_per_node(config, world.nnodes), config.train.timeout_s, output)
+    ranks = ranks_per_node(config, world.nnodes)
+    return run_ranks(command, world, ranks, config.train.timeout_s, output, one_node=world.nnodes == 1 and not hosts)
 
 
-def run_ranks(command: list[str], world: World, ranks: int, timeout_s: float, output: Path) -> int:
+def run_host(output: Path, node: int) -> int:
+    """Run the host process of a node that only samples, and wait. One that dies is replaced, `HOST_STARTS` in all.
+
+    Raises:
+        RunFailed: the last one failed.
+    """
+    command = [sys.executable, "-m", "jetrl_megatron.rollout.host", str(output), str(node)]
+    code = 0
+    for _ in range(HOST_STARTS):
+        with signals.relay():  # Slurm's signal is for the trainers; this node ends when they say so
+            code = subprocess.run(command).returncode
+        if code == 0:
+            return 0
+        print(f"host process of node {node} ended with {code}", file=sys.stderr, flush=True)
+    raise RunFailed(f"the host process of node {node} failed {HOST_STARTS} times, at last with {code}")
+
+
+def run_ranks(
+    command: list[str], world: World, ranks: int, timeout_s: float, output: Path, one_node: bool | None = None
+) -> int:
     """Start `python COMMAND` for each of this node's ranks, in one world with the other nodes', and wait.
 
     Args:
         ranks: how many this node starts.
         timeout_s: longest wait for the other nodes.
         output: run folder; the first failure is recorded there.
+        one_node: nobody elsewhere looks for this world; by default, if it has one node.
 
     Returns:
         0, or `signals.REQUEUE_EXIT_CODE` when the run was asked to stop: it saved its state, or was still starting and
@@ -59,7 +95,7 @@ def run_ranks(command: list[str], world: World, ranks: int, timeout_s: float, ou
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    one_node = world.nnodes == 1
+    one_node = world.nnodes == 1 if one_node is None else one_node
     launch_config = LaunchConfig(
         min_nodes=world.nnodes,
         max_nodes=world.nnodes,

@@ -23,8 +23,9 @@ from jetrl_megatron.megatron import weights, world
 from jetrl_megatron.megatron.trainer import Trainer
 from jetrl_megatron.metrics import MetricsWriter
 from jetrl_megatron.parity import Guard
+from jetrl_megatron.refit.places import Places
 from jetrl_megatron.refit.sender import RefitReport, RefitSender
-from jetrl_megatron.rollout.pool import EnginePool
+from jetrl_megatron.rollout.agent import replicas
 from jetrl_megatron.sampling import Sampler
 
 log = logging.getLogger(__name__)
@@ -52,11 +53,11 @@ class Run:
             self.pool: Any = None
             self.sampler: Any = None
             self.metrics: Any = None
+            places, fp8 = Places.here(config), fp8_tensors(spec, config)
+            # First of all: an engine takes longer to start than everything below.
+            engines = replicas(self.model_dir, config, fp8, self.output, self.device, places)
+            self.pool = stack.enter_context(engines)
             if self.lead:
-                # First of all: an engine takes longer to start than everything below.
-                self.pool = EnginePool.of(self.model_dir, config, fp8_tensors(spec, config), self.output, self.device)
-                stack.callback(self.pool.close)
-                self.pool.start()
                 self.sampler = Sampler(config, self.model_dir, self.pool)
             self.trainer = Trainer(config, spec, self.device)
             # One rank looks: on a shared file system another may not see the newest folder yet.
@@ -69,7 +70,7 @@ class Run:
             if self.lead:
                 self.metrics = stack.enter_context(MetricsWriter(self.output, config.train.steps))
                 self.metrics.resume(self.first_step)
-            self.sender = RefitSender(self.trainer, self.pool)
+            self.sender = RefitSender(self.trainer, self.pool, places)
             stack.callback(self.sender.close)
             self._refitted: RefitReport | None = None
             self._stack = stack.pop_all()

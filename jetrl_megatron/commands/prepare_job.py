@@ -23,7 +23,7 @@ def prepare(recipe: str, overrides: Sequence[str]) -> None:
     from jetrl_megatron.config import ConfigError
 
     config = prepare.load_config(recipe, overrides)
-    if wrong := node_problems(config.parallel.nodes, os.environ):
+    if wrong := node_problems(config.nodes, os.environ):
         raise ConfigError(wrong)
     run = os.environ.get("JETRL_RUN_DIR")
     folder = prepare.model_folder(config, Path(run) if run else None)
@@ -38,7 +38,7 @@ def node_problems(wanted: int, environ: Mapping[str, str]) -> list[str]:
         return []
     return [
         f"parallel.nodes: the recipe runs on {wanted} nodes, this job has {nodes}: submit with --nodes={wanted}, "
-        f"or change the layout with --set parallel.nodes={nodes} (and parallel.dp, rollout.replicas)"
+        f"or change the layout with --set parallel.nodes={nodes} (and parallel.dp, rollout.replicas, rollout.nodes)"
     ]
 
 

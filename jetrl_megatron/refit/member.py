@@ -53,8 +53,10 @@ class Member:
         self.pulled = {dst for dst in range(target.world) if self.ways.pulled(dst)}
         # On a CPU a landing place is shared memory and keeps the whole version, so that a replica that restarts finds
         # it there. A GPU has no room for that: chunks of a version pass through.
-        whole = plan_slots(spec, replica, 0, fp8)
-        self.chunks = -(-segment_bytes(whole) // (config.staging_mib * MIB)) if device.type == "cuda" else 1
+        self.whole = tuple(plan_slots(spec, replica, rank, fp8) for rank in range(replica.world))
+        self.chunks = 1
+        if device.type == "cuda" and len(self.pulled) < target.world:
+            self.chunks = -(-segment_bytes(self.whole[0]) // (config.staging_mib * MIB))
         self.slots = tuple(plan_slots(spec, replica, rank, fp8, self.chunks) for rank in range(replica.world))
         self._by_name = [{slot.name: slot for slot in held} for held in self.slots]
         self.landing: dict[int, Segment | CudaSegment] = {}

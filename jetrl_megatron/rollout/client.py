@@ -178,8 +178,11 @@ class RolloutEngine:
             if getattr(facts, name) != ours
         ]
 
-    def refit(self, message: RefitMessage) -> dict[str, int]:
+    def refit(self, message: RefitMessage, hold: bool = False) -> dict[str, int]:
         """Load one chunk of a version of the weights.
+
+        Args:
+            hold: serve nothing until `accept`, which the caller calls when it has compared the digests.
 
         Returns:
             After the last chunk: digests of the engine's live parameters by Hugging Face name
@@ -189,10 +192,14 @@ class RolloutEngine:
             RefitRefused: with every problem of the message; the engine's memory is unchanged.
             EngineError, EngineDied: see `generate`.
         """
-        digests = self._call("refit", message.to_dict())
+        digests = self._call("refit", message.to_dict(), hold)
         if digests:
             self.version = message.version
         return digests
+
+    def accept(self) -> None:
+        """Serve the version that the last `refit` held back."""
+        self._call("accept")
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         """One answer to each prompt, in order; repeat a prompt for a group.

@@ -66,6 +66,7 @@ class Engine:
         )
         self.llm.init_weight_transfer_engine({"init_info": {"scales": settings.scales}})
         self.version: int | None = None
+        self._held: int | None = None
         self._updating = False
         self._asleep = False
 
@@ -88,11 +89,13 @@ class Engine:
         """Result of a method of the worker extension, from every worker."""
         return self.llm.collective_rpc(method, args=arguments)
 
-    def refit(self, message: dict[str, Any]) -> dict[str, int]:
+    def refit(self, message: dict[str, Any], hold: bool = False) -> dict[str, int]:
         """Load one chunk of a version; after the last one, drop cached keys and values and digest the live parameters.
 
         Args:
             message: `RefitMessage.to_dict()`.
+            hold: the version serves only after `accept`. From the first byte that changes until then there is no
+                version, and `generate` and `score` refuse.
 
         Returns:
             Digests by Hugging Face name after the last chunk, an empty dict before.
@@ -103,7 +106,7 @@ class Engine:
         problems = [p for worker in self.call_workers("jetrl_check", message) for p in worker]
         if problems:
             raise RefitRefused(dict.fromkeys(problems))
-        self.version = None
+        self.version = self._held = None
         if self._asleep and message["chunk"] == 0:
             self.llm.wake_up(tags=["weights"])
         if message["chunk"] == 0:
@@ -125,8 +128,17 @@ class Engine:
             self._asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
-        self.version = message["version"]
-        return merge_digests(self.call_workers("jetrl_digests"))
+        digests = merge_digests(self.call_workers("jetrl_digests"))
+        self._held = message["version"]
+        if not hold:
+            self.accept()
+        return digests
+
+    def accept(self) -> None:
+        """The digests of the version loaded last are the trainer's: serve it."""
+        if self._held is None:
+            raise RuntimeError("accept came before a whole version")
+        self.version, self._held = self._held, None
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of given sequences, by prefill (temperature 1).

@@ -43,7 +43,7 @@ class SegmentUpdate(WeightTransferUpdateInfo):
 
 
 class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdate]):
-    """Copies this worker's shared-memory segment into its live parameters.
+    """Copies this worker's segment (shared memory, or a buffer on a GPU) into its live parameters.
 
     `version` is the version of the weights in memory: None before the first refit, and while (or after) a version
     of several chunks is only partly loaded.
@@ -58,7 +58,7 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         self.version: int | None = None
         self._last_version: int | None = None
         self._pending: RefitMessage | None = None
-        self._segment: Segment | None = None
+        self._segment: Segment | ipc.CudaSegment | None = None
         self._importer = ipc.Importer()
         self._padded: list[str] | None = None
 
@@ -117,7 +117,8 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
             if message.segments[rank].startswith(ipc.PREFIX):
                 return message, self._importer.pairs(message.segments[rank], rank, live)
             if self._segment is None or str(self._segment.path) != message.segments[rank]:
-                self._segment = Segment.attach(message.segments[rank])
+                kind = ipc.CudaSegment if message.segments[rank].startswith(ipc.SEGMENT) else Segment
+                self._segment = kind.attach(message.segments[rank])
             slots = [slot for slot in message.slots[rank] if slot.chunk == message.chunk]
             return message, [(live[slot.name], self._segment.view(slot)) for slot in slots]
         except OSError as error:
