@@ -38,7 +38,7 @@ def _long_answers() -> Config:
             eval_size=32,
         ),
         # Few: the policy should know the form of an answer, and little more.
-        sft=SFTConfig(steps=60, batch_size=16),
+        sft=SFTConfig(steps=80, batch_size=4),
         train=TrainConfig(steps=60, micro_batch_size=16, device="cuda", timeout_s=600.0),
     )
 
