@@ -42,8 +42,8 @@ def _statistics_kernel(
 def _token_logprob_kernel(
     z_ptr, target_ptr, out_ptr, vocab, stride, temperature, DIVIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Operation by operation what vLLM 0.26 runs when it samples: `_temperature_kernel` and `_topk_log_softmax_kernel` of
-    # vllm/v1/worker/gpu/sample (Apache-2.0). A sum's bits follow block, warps and the order of the loop.
+    # Operation by operation what vLLM 0.26 runs when it samples: `_temperature_kernel`, `_topk_log_softmax_kernel` in
+    # vllm/v1/worker/gpu/sample (Apache-2.0). The bits of a sum follow block, warps and the order of the loop.
     row = tl.program_id(0).to(tl.int64)
     row_ptr = z_ptr + row * stride
     top = float("-inf")

@@ -68,6 +68,18 @@ def test_padding_rows_never_count():
     assert padded.grad is not None and not bool(padded.grad[101:].any())
 
 
+def test_gradients_do_not_depend_on_whose_log_softmax_is_reported():
+    found = []
+    for whole in (True, False):
+        h, w, y = case(dtype=torch.bfloat16)
+        logp, entropy = fused_logprob(h, w, y, temperature=0.7, logits_dtype=torch.float32, whole=whole)
+        (logp + 0.1 * entropy).sum().backward()
+        assert h.grad is not None and w.grad is not None
+        found.append((logp.detach(), h.grad, w.grad))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=4e-6, rtol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:]))
+
+
 def test_main_grad_of_the_head():
     h, w, y = case()
     fused_logprob(h, w, y)[0].sum().backward()
