@@ -122,33 +122,26 @@ def emit_tile(
     group,
     rows,
     cols,
-    bf16_ptr,
-    codes_ptr,
-    scale_ptr,
-    scale_stride,
-    codes_t_ptr,
-    scale_t_ptr,
-    t_stride,
+    out,
     POW2: tl.constexpr,
-    BF16: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
+    FORMS: tl.constexpr,
 ):
     """Store a BF16 tile `y` [R, 128] at rows `r`, columns `c` (those of `group`) of a [rows, cols] output.
 
-    BF16: as it is. ROW: quantized along rows. COL (R is 128, the rows of `token_group`): quantized along columns,
-    stored transposed.
+    out: `TileOutput.args()`. FORMS, three booleans: as it is; quantized along rows; quantized along columns and stored
+    transposed (R is 128 then, the rows of `token_group`).
     """
+    bf16_ptr, codes_ptr, scale_ptr, scale_stride, codes_t_ptr, scale_t_ptr, t_stride = out
     mask = (r < rows)[:, None] & (c < cols)[None, :]
     r64 = r.to(tl.int64)
     offsets = r64[:, None] * cols + c[None, :]
-    if BF16:
+    if FORMS[0]:
         tl.store(bf16_ptr + offsets, y, mask=mask)
-    if ROW:
+    if FORMS[1]:
         codes, scale = quantize_groups(y, 1, POW2)
         tl.store(codes_ptr + offsets, codes, mask=mask)
         tl.store(scale_ptr + group.to(tl.int64) * scale_stride + r, scale, mask=r < rows)
-    if COL:
+    if FORMS[2]:
         codes, scale = quantize_groups(y, 0, POW2)
         mask_t = (c < cols)[:, None] & (r >= 0)[None, :]  # the padding tokens of the last group get code 0
         tl.store(codes_t_ptr + c.to(tl.int64)[:, None] * t_stride + r[None, :], tl.trans(codes), mask=mask_t)
@@ -177,7 +170,7 @@ class TileOutput:
             return torch.empty(shape, dtype=dtype, device=device)
 
         e4m3, fp32 = torch.float8_e4m3fn, torch.float32
-        self.shape, self.flags = (rows, cols), (bf16, row, col)
+        self.forms = (bf16, row, col)
         self.bf16 = empty(rows, cols, dtype=torch.bfloat16) if bf16 else None
         self.row = self.col = None
         if row:
@@ -190,7 +183,7 @@ class TileOutput:
             self.col = (codes_t, empty(blocks(rows), cols, dtype=fp32))
 
     def args(self) -> tuple[Any, ...]:
-        """Pointer and stride arguments of `emit_tile`, from `bf16_ptr` to `t_stride`; any pointer stands for none."""
+        """`out` of `emit_tile`: pointers and strides, in which any pointer stands for none."""
         present = [t for t in (self.bf16, *(self.row or ()), *(self.col or ())) if t is not None]
         nothing = (present[0], present[0])
         (codes, scale), (codes_t, scale_t) = self.row or nothing, self.col or nothing

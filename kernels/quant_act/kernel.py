@@ -27,43 +27,16 @@ def _kernel(
     x_stride,
     rows,
     cols,
-    bf16_ptr,
-    codes_ptr,
-    scale_ptr,
-    scale_stride,
-    codes_t_ptr,
-    scale_t_ptr,
-    t_stride,
+    out,
     POW2: tl.constexpr,
-    BF16: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
+    FORMS: tl.constexpr,
     R: tl.constexpr,
 ):
     r = tl.program_id(0) * R + tl.arange(0, R)
     c = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     mask = (r < rows)[:, None] & (c < cols)[None, :]
     x = tl.load(x_ptr + r.to(tl.int64)[:, None] * x_stride + c[None, :], mask=mask, other=0.0)
-    emit_tile(
-        x,
-        r,
-        c,
-        tl.program_id(0),
-        tl.program_id(1),
-        rows,
-        cols,
-        bf16_ptr,
-        codes_ptr,
-        scale_ptr,
-        scale_stride,
-        codes_t_ptr,
-        scale_t_ptr,
-        t_stride,
-        POW2,
-        BF16,
-        ROW,
-        COL,
-    )
+    emit_tile(x, r, c, tl.program_id(0), tl.program_id(1), rows, cols, out, POW2, FORMS)
 
 
 def _run(x: Tensor, policy: str, row: bool, col: bool) -> TileOutput:
@@ -81,9 +54,9 @@ def _run(x: Tensor, policy: str, row: bool, col: bool) -> TileOutput:
             x.stride(0),
             rows,
             cols,
-            *out.args(),
+            out.args(),
             policy == "pow2",
-            *out.flags,
+            out.forms,
             height,
             num_warps=WARPS_BOTH if col else WARPS_ROW,
         )

@@ -84,17 +84,9 @@ def _tile_kernel(
     rstd_ptr,
     rows,
     cols,
-    bf16_ptr,
-    codes_ptr,
-    scale_ptr,
-    scale_stride,
-    codes_t_ptr,
-    scale_t_ptr,
-    t_stride,
+    out,
     POW2: tl.constexpr,
-    BF16: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
+    FORMS: tl.constexpr,
 ):
     r = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     c = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -103,26 +95,7 @@ def _tile_kernel(
     rstd = tl.load(rstd_ptr + r, mask=r < rows, other=0.0)
     weight = to_f32(tl.load(weight_ptr + c, mask=c < cols, other=0.0))
     y = to_bf16(to_f32(to_bf16(to_f32(x) * rstd[:, None])) * weight[None, :])
-    emit_tile(
-        y,
-        r,
-        c,
-        tl.program_id(0),
-        tl.program_id(1),
-        rows,
-        cols,
-        bf16_ptr,
-        codes_ptr,
-        scale_ptr,
-        scale_stride,
-        codes_t_ptr,
-        scale_t_ptr,
-        t_stride,
-        POW2,
-        BF16,
-        ROW,
-        COL,
-    )
+    emit_tile(y, r, c, tl.program_id(0), tl.program_id(1), rows, cols, out, POW2, FORMS)
 
 
 @triton.jit
@@ -223,7 +196,7 @@ def forward(
     out = TileOutput(rows, cols, x.device, bf16=bf16, row=row, col=True)
     if x.numel():
         _tile_kernel[(triton.cdiv(rows, BLOCK), blocks(cols))](
-            total, weight, rstd, rows, cols, *out.args(), policy == "pow2", *out.flags, num_warps=WARPS_TILE
+            total, weight, rstd, rows, cols, out.args(), policy == "pow2", out.forms, num_warps=WARPS_TILE
         )
     return out, total, rstd
 

@@ -22,17 +22,9 @@ def _forward_kernel(
     x_stride,
     rows,
     cols,
-    bf16_ptr,
-    codes_ptr,
-    scale_ptr,
-    scale_stride,
-    codes_t_ptr,
-    scale_t_ptr,
-    t_stride,
+    out,
     POW2: tl.constexpr,
-    BF16: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
+    FORMS: tl.constexpr,
     R: tl.constexpr,
 ):
     r = tl.program_id(0) * R + tl.arange(0, R)
@@ -43,26 +35,7 @@ def _forward_kernel(
     up = to_f32(tl.load(at + cols, mask=mask, other=0.0))
     activated = to_bf16(gate / (1.0 + tl.exp(-gate)))
     y = to_bf16(to_f32(activated) * up)
-    emit_tile(
-        y,
-        r,
-        c,
-        tl.program_id(0),
-        tl.program_id(1),
-        rows,
-        cols,
-        bf16_ptr,
-        codes_ptr,
-        scale_ptr,
-        scale_stride,
-        codes_t_ptr,
-        scale_t_ptr,
-        t_stride,
-        POW2,
-        BF16,
-        ROW,
-        COL,
-    )
+    emit_tile(y, r, c, tl.program_id(0), tl.program_id(1), rows, cols, out, POW2, FORMS)
 
 
 @triton.jit
@@ -73,17 +46,9 @@ def _backward_kernel(
     x_stride,
     rows,
     half,
-    bf16_ptr,
-    codes_ptr,
-    scale_ptr,
-    scale_stride,
-    codes_t_ptr,
-    scale_t_ptr,
-    t_stride,
+    out,
     POW2: tl.constexpr,
-    BF16: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
+    FORMS: tl.constexpr,
     R: tl.constexpr,
 ):
     r = tl.program_id(0) * R + tl.arange(0, R)
@@ -107,17 +72,9 @@ def _backward_kernel(
             tl.program_id(1) + side * (half // GROUP),
             rows,
             2 * half,
-            bf16_ptr,
-            codes_ptr,
-            scale_ptr,
-            scale_stride,
-            codes_t_ptr,
-            scale_t_ptr,
-            t_stride,
+            out,
             POW2,
-            BF16,
-            ROW,
-            COL,
+            FORMS,
         )
 
 
@@ -135,9 +92,9 @@ def forward(gate_up: Tensor, policy: str, *, bf16: bool, row: bool, col: bool) -
             x.stride(0),
             rows,
             cols,
-            *out.args(),
+            out.args(),
             policy == "pow2",
-            *out.flags,
+            out.forms,
             height,
             num_warps=WARPS_BOTH if col else WARPS_ROW,
         )
@@ -162,9 +119,9 @@ def backward(dy: Tensor, gate_up: Tensor, policy: str, *, bf16: bool, row: bool,
             x.stride(0),
             rows,
             half,
-            *out.args(),
+            out.args(),
             policy == "pow2",
-            *out.flags,
+            out.forms,
             height,
             num_warps=WARPS_BOTH if col else WARPS_ROW,
         )
