@@ -3,7 +3,7 @@
 On a Hopper GPU these run the kernels; with TRITON_INTERPRET=1 the same on a CPU in Triton's interpreter.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalSubscript=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalSubscript=false, reportOptionalIterable=false
 from __future__ import annotations
 
 import os
