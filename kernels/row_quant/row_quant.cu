@@ -5,7 +5,7 @@
 // ROWS rows. A piece is 8 channels, 16 bytes; 16 neighbouring lanes hold a group of 128. Maxima and, under pow2, factors
 // and scales of two chunks share a register: the exponent arithmetic works on both halves at once.
 //
-// Macros: MODE, POW2, CHUNKS, WARPS, ROWS, EXACT (no piece or row lies outside), MIN_BLOCKS (of a multiprocessor), and for
+// Macros: MODE, POW2, CHUNKS, WARPS, ROWS, EXACT (no piece lies outside), MIN_BLOCKS (of a multiprocessor), and for
 // NORM: RESIDUAL, BF16OUT, CODES.
 
 #define ACT 0
@@ -97,19 +97,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS, MIN_BLOCKS) row_
     const long long at = (long long)row * a.x_stride + 8 * piece, to = (long long)row * a.cols + 8 * piece;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
-        v[i] = load16_const((const char*)a.x + 2 * (at + i * a.x_stride), inside && (EXACT || row + i < a.rows));
+        v[i] = load16_const((const char*)a.x + 2 * (at + i * a.x_stride), inside && row + i < a.rows);
     group_maxima(v, top);
     clear_nonfinite(v, top);
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
-        if (inside && (EXACT || row + i < a.rows))
+        if (inside && row + i < a.rows)
             *(uint2*)((char*)a.codes + to + (long long)i * a.cols) = codes_of(v[i], top[i / 2], i & 1);
     u32 mine = 0;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
         if ((lane & 15) == i) mine = half_of(top[i / 2], i & 1);
     const int r = row + (lane & 15), group = segment * 2 + (lane >> 4);
-    if ((lane & 15) < CHUNKS && (EXACT || (r < a.rows && group * 128 < a.cols)))
+    if ((lane & 15) < CHUNKS && r < a.rows && (EXACT || group * 128 < a.cols))
         ((float*)a.scale)[group * a.scale_stride + r] = scale_of(mine, 0);
 #else
     const int part = warp % WARPS, row = blockIdx.x * ROWS + warp / WARPS, first = part * 32 + lane;
