@@ -14,8 +14,9 @@ import pytest
 
 from jetrl_megatron import site as sites
 from jetrl_megatron.commands import launch
-from jetrl_megatron.config import ConfigError
+from jetrl_megatron.config import ConfigError, apply_overrides
 from jetrl_megatron.env_list import ENV_SH, differences, effective, entries, numerics
+from jetrl_megatron.launcher import ranks_per_node
 from jetrl_megatron.memory import gpus
 from jetrl_recipes import registry
 
@@ -88,6 +89,18 @@ def test_one_task_a_node_and_no_launcher_of_nemo_runs(tmp_path: Path):
     assert (
         "bash slurm/task.sh bash slurm/train.sh qwen3_32b_8k_jetrl --set model.path=/shared/models/Qwen3-32B" in script
     )
+
+
+def test_thirty_two_nodes_differ_from_four_by_their_number_alone(tmp_path: Path):
+    sizes = ["parallel.nodes=32", "parallel.dp=16"]
+    script = rendered(tmp_path, "qwen3_32b_16k_jetrl", sizes, EXAMPLE)
+    for line in ("nodes=32", "ntasks-per-node=1", "gpus-per-node=8", "signal=USR1@600", "open-mode=append"):
+        assert f"#SBATCH --{line}\n" in script
+    words = " ".join(f"--set {size}" for size in sizes)
+    four = rendered(tmp_path, "qwen3_32b_16k_jetrl", [], EXAMPLE)
+    assert script.replace(f" {words}", "").replace("--nodes=32", "--nodes=4") == four
+    config = apply_overrides(registry.get("qwen3_32b_16k_jetrl"), sizes)
+    assert ranks_per_node(config, 32) == 8
 
 
 @pytest.mark.parametrize(
