@@ -8,6 +8,7 @@ Both must write the same metrics.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import REPO, Cluster
+from documented import line_of, sbatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -68,8 +70,8 @@ def logs(folder: Path) -> str:
 def uninterrupted(slurm: Cluster, folder: Path) -> list[dict]:
     run = folder / "uninterrupted"
     env = cache(folder) | {"JETRL_RUN_DIR": str(run), "JETRL_EXPORT": "1"}
-    options = ["--nodes=2", f"--output={folder}/%x-%j.log"]
-    command = ["sbatch", "--parsable", *options, "slurm/train.sbatch", RECIPE, *SET]
+    line = line_of("train.sbatch", "--nodes 4")
+    command = [*sbatch(line, f"--output={folder}/%x-%j.log")[:-1], RECIPE, *SET]
     job = slurm.run(*command, env=env, cwd=REPO).stdout.strip()
     assert slurm.wait(job, timeout=1200)["JobState"] == "COMPLETED", logs(folder)
     text = (folder / f"jetrl-{job}.log").read_text()
@@ -126,8 +128,9 @@ class Launched:
             time.sleep(0.05)
 
     def job(self) -> str:
-        self.until(lambda: "\nlogs " in self.text())
-        return self.text().partition("job ")[2].split()[0]
+        # NeMo-Run talks of jobs too.
+        self.until(lambda: re.search(r"^job (\d+)$", self.text(), re.M))
+        return re.findall(r"^job (\d+)$", self.text(), re.M)[0]
 
     def stop(self) -> None:
         """SIGTERM to the whole step; returns when the job is back in the queue."""
@@ -183,3 +186,12 @@ def test_bad_recipe_never_reaches_the_queue(slurm: Cluster, shared: Path):
         assert result.stderr.startswith("error: ")
     assert slurm.run("squeue", "-h", "-t", "all", "-o", "%i").stdout == before
     assert not (shared / "jobs").exists()
+
+
+def test_what_slurm_says_against_a_job_is_shown(slurm: Cluster, shared: Path):
+    site = shared / "site.toml"
+    site.write_text(f'[slurm]\naccount = "any"\npartition = "nowhere"\n[paths]\njobs = "{shared}/jobs"\n')
+    command = [JETRL, "launch", "tiny_cpu_jetrl", "--site", str(site), "--allow-dirty"]
+    result = slurm.run(*command, check=False, cwd=shared)
+    assert result.returncode == 2
+    assert "error: Slurm refused the job: sbatch: error: invalid partition specified: nowhere" in result.stderr
