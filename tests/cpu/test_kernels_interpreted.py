@@ -1,4 +1,4 @@
-"""The Triton kernels on a CPU, in Triton's interpreter: the GPU tests of the kernels, run in a process of their own."""
+"""The kernels on a CPU: Triton's in its interpreter (the GPU tests, in a process of their own), CUDA's compile."""
 
 from __future__ import annotations
 
@@ -24,3 +24,32 @@ def test_kernels_interpreted(name):
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout  # a run that skipped everything proves nothing
+
+
+def kernels():
+    from jetrl_kernels import row_quant, tile_quant
+    from jetrl_kernels.digest import kernel as digest
+    from jetrl_kernels.rms_norm import kernel as norm
+
+    chunks, warps, rows, blocks = row_quant.norm_shape(5120)
+    shape = {"CHUNKS": chunks, "WARPS": warps, "ROWS": rows, "MIN_BLOCKS": blocks}
+    flags = {"POW2": 1, "EXACT": 1, "RESIDUAL": 1, "BF16OUT": 0, "CODES": 1}
+    yield row_quant._kernel(128, MODE=1, **shape, **flags)
+    yield tile_quant._kernel("norm", "pow2", 3, ROW=1, COL=1, RESIDUAL=1)
+    yield tile_quant._kernel("weight", "fp32", 3, ROW=1, COL=1, BF16OUT=1, SOURCE=2)
+    yield norm._backward(4096, True)[0]
+    yield digest._cuda_kernel(True, 32)
+
+
+def test_cuda_sources_compile(monkeypatch, tmp_path):
+    from jetrl_kernels import cuda_lib
+
+    try:
+        cuda_lib._nvrtc()
+    except (OSError, ImportError):
+        pytest.skip("needs NVRTC, which torch's CUDA build brings")
+    monkeypatch.setenv("JETRL_CACHE_DIR", str(tmp_path))
+    sizes = [len(cuda_lib.compile_cubin(kernel.source, kernel.macros)) for kernel in kernels()]
+    assert len(list((tmp_path / "cubin").iterdir())) == len(sizes) == 5 and min(sizes) > 1000
+    with pytest.raises(cuda_lib.CudaError, match="undefined"):
+        cuda_lib.compile_cubin("int a = nothing;", {})
