@@ -16,7 +16,7 @@ from trainer_world import digests, everyone, same, samples, state
 
 from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron import checkpoint, checkpoint_names
-from jetrl_megatron.batch import micro_batches, split_for_ranks
+from jetrl_megatron.batch import PackedBatch, micro_batches, split_for_ranks
 from jetrl_megatron.config import Config
 from jetrl_megatron.megatron import weights, world
 from jetrl_megatron.megatron.trainer import NonFiniteError, Trainer
@@ -55,17 +55,32 @@ def scaled(trainer: Trainer) -> dict[str, str]:
     return digests(trainer)
 
 
-def train(trainer: Trainer, steps: int = 1) -> list[float]:
-    batch = samples(trainer.spec.vocab_size)
-    parallel = trainer.config.parallel
+def batches_of(trainer: Trainer) -> list[PackedBatch]:
+    batch, parallel = samples(trainer.spec.vocab_size), trainer.config.parallel
     shares = split_for_ranks(batch, parallel.dp, 4)
-    batches = micro_batches(batch, shares, dist.get_rank() % parallel.dp, 4, parallel.tp)
+    return micro_batches(batch, shares, dist.get_rank() % parallel.dp, 4, parallel.tp)
 
-    def loss(part, logp, entropy):
-        value = -(logp * part.advantages * part.mask).sum() / 100
-        return value, {"loss": value.detach()}
 
-    return [sum(float(s["loss"]) for s in trainer.step(batches, loss)[0]) for _ in range(steps)]
+def loss(part, logp, entropy):
+    value = -(logp * part.advantages * part.mask).sum() / 100
+    return value, {"loss": value.detach()}
+
+
+def train(trainer: Trainer, steps: int = 1) -> list[float]:
+    return [sum(float(s["loss"]) for s in trainer.step(batches_of(trainer), loss)[0]) for _ in range(steps)]
+
+
+def recomputed(model: Path) -> bool:
+    """Whether gradients at TP=2 with sequence parallel are the same bits with activations kept and recomputed."""
+    found = []
+    for recompute in (False, True):
+        config = config_of(2, False, "nearest")
+        config.parallel.sequence_parallel, config.model.recompute = True, recompute
+        trainer = trainer_of(model, config)
+        trainer.model.zero_grad_buffer()
+        trainer._run(batches_of(trainer), loss)
+        found.append([p.main_grad.clone() for p in trainer.parameters().values()])
+    return same(*found) and all(float(g.norm()) > 0 for g in found[0])
 
 
 def fp8_alone(model: Path, tp: int, output: Path) -> dict:
@@ -106,6 +121,8 @@ def main(model: Path, result: Path) -> None:
             with trainer.bf16_weights():  # the same rounding a second time
                 pass
             assert digests(trainer) == before
+        if tp == 2:
+            seen["recompute_equal"] = recomputed(model)
         parallel_state.destroy_model_parallel()
     if all(everyone(True)) and dist.get_rank() == 0:
         result.write_text(json.dumps(seen))

@@ -84,6 +84,11 @@ def test_stochastic_rounding_is_that_of_the_whole_tensor(seen, model, size, fp8_
     assert nearest == 0
 
 
+@pytest.mark.slow
+def test_recomputed_activations_give_the_same_gradients(seen):
+    assert seen["recompute_equal"]
+
+
 @pytest.mark.parametrize("first, last", [(0, 40), (3, 38), (8, 16), (9, 10), (13, 20), (0, 8)])
 def test_a_flat_run_is_cut_into_rectangles(first, last):
     width, top, bottom = 8, 1, 4
