@@ -162,6 +162,8 @@ class SFTConfig:
     batch_size: int = 64
     lr: float = 1e-3
     seed: int = 1234
+    examples: int = 0
+    """Different demonstrations, repeated until `steps` are done, where making one takes long. 0: all are different."""
     wrong_share: float = 0.0
     """Share of the demonstrations that show another question's answer: the policy starts out unsure, and RL has
     something to choose from."""
@@ -244,6 +246,7 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
         "optimizer.weight_decay",
         "optimizer.clip_grad",
         "sft.steps",
+        "sft.examples",
         "train.eval_every",
         "grpo.importance_cap",
         "rollout.nodes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,12 +30,15 @@ def sft(config: Config, output: Path) -> int:
     tokenizer = AutoTokenizer.from_pretrained(source)
     task = load_task(config.data, config.sft.seed)
     first = dist.get_rank() == 0
+    shown = config.sft.examples or config.sft.steps * config.sft.batch_size
+
+    @functools.lru_cache(config.sft.examples)
+    def example(index: int) -> Sample:
+        return _sample(*supervised_example(task, tokenizer, config, index, config.sft.wrong_share))
+
     for step in track(range(config.sft.steps), "sft", disable=not first):
         first_item = step * config.sft.batch_size
-        samples = [
-            _sample(*supervised_example(task, tokenizer, config, first_item + i, config.sft.wrong_share))
-            for i in range(config.sft.batch_size)
-        ]
+        samples = [example((first_item + i) % shown) for i in range(config.sft.batch_size)]
         tokens = sum(len(s.response_ids) for s in samples)
 
         def loss(batch, logp, entropy, tokens=tokens):
