@@ -66,7 +66,10 @@ def locate(
     ours = trainer_side(trainer, batches[at.micro_batch] if here else None, at.start, len(at.tokens))
     said: list[str] = [""]
     if pool is not None:
-        said[0] = _verdict(ours, [engine_side(engine, at.tokens) for engine in pool.engines], trainer, at)
+        near = [engine for engine in pool.engines if isinstance(engine, RolloutEngine)]
+        said[0] = _verdict(ours, [engine_side(engine, at.tokens) for engine in near], trainer, at)
+        if len(near) < len(pool.engines):
+            said[0] += " (engines of other nodes were not asked)"
     dist.broadcast_object_list(said, src=0)
     return said[0]
 

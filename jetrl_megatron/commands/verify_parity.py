@@ -213,8 +213,8 @@ def heavy_tailed(trainer, seed: int) -> None:
                 parameter.zero_()
                 continue
             for rows in parameter.split(max(1, (1 << 27) // parameter[0].numel())):
-                t = torch.randn(rows.shape, device=rows.device)
-                t /= sum(torch.randn(rows.shape, device=rows.device).square_() for _ in range(3)).div_(3).sqrt_()
+                t, *squares = (torch.randn(rows.shape, device=rows.device) for _ in range(4))
+                t /= torch.stack(squares).square_().mean(0).sqrt_()
                 rows.copy_(1 + 0.1 * t if parameter.dim() == 1 else t * (3 * parameter.shape[1]) ** -0.5)
     trainer.weights_loaded()
 

@@ -91,7 +91,7 @@ def whole_logprob(z: Tensor, targets: Tensor, spec: Spec) -> Tensor:
     """FP32 [t] by the engine's own log-softmax over the whole vocabulary, whatever the split, from z [t, V].
 
     A split chunk is gathered over the ranks, so that the sum of exponentials has one order: on a CPU that of torch's
-    log_softmax, which vLLM's sampler calls there, on a GPU that of vLLM's kernel.
+    log_softmax, which vLLM's sampler calls there, on a GPU that of vLLM's kernel (which may overwrite z).
     """
     if spec.group is not None:
         z = torch.nn.functional.pad(z, (0, spec.padded_rows - spec.rows))

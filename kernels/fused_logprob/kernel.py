@@ -38,33 +38,34 @@ def _statistics_kernel(
     tl.store(out_ptr + 3 * tokens + row, tl.where(here, chosen, 0.0))
 
 
+# The next two are operation by operation what vLLM 0.26 runs when it samples: `_temperature_kernel` and
+# `_topk_log_softmax_kernel` in vllm/v1/worker/gpu/sample (Apache-2.0). The bits of a sum follow block, warps and the
+# order of the loop; in one kernel the division (a product with a reciprocal) would melt into the subtraction behind it.
 @triton.jit
-def _token_logprob_kernel(
-    z_ptr, target_ptr, out_ptr, vocab, stride, temperature, DIVIDE: tl.constexpr, BLOCK: tl.constexpr
-):
-    # Operation by operation what vLLM 0.26 runs when it samples: `_temperature_kernel`, `_topk_log_softmax_kernel` in
-    # vllm/v1/worker/gpu/sample (Apache-2.0). The bits of a sum follow block, warps and the order of the loop.
+def _divide_kernel(z_ptr, vocab, stride, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + row * stride + c, mask=c < vocab).to(tl.float32)
+    tl.store(z_ptr + row * stride + c, z / temperature, mask=c < vocab)
+
+
+@triton.jit
+def _token_logprob_kernel(z_ptr, target_ptr, out_ptr, vocab, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = z_ptr + row * stride
     top = float("-inf")
     for start in range(0, vocab, BLOCK):
         c = start + tl.arange(0, BLOCK)
         z = tl.load(row_ptr + c, mask=c < vocab, other=float("-inf")).to(tl.float32)
-        if DIVIDE:
-            z = z / temperature
         top = tl.max(tl.maximum(z, top))
     total = 0.0
     for start in range(0, vocab, BLOCK):
         c = start + tl.arange(0, BLOCK)
         z = tl.load(row_ptr + c, mask=c < vocab, other=0.0).to(tl.float32)
-        if DIVIDE:
-            z = z / temperature
         e = tl.exp(z - top)
         e = tl.where(c < vocab, e, 0.0)
         total += tl.sum(e)
     chosen = tl.load(row_ptr + tl.load(target_ptr + row)).to(tl.float32)
-    if DIVIDE:
-        chosen = chosen / temperature
     tl.store(out_ptr + row, chosen - top - tl.log(total))
 
 
@@ -105,12 +106,16 @@ def statistics(z: Tensor, targets: Tensor, vocab_start: int, inverse_temperature
 
 
 def token_logprob(z: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """FP32 [t]: log-prob of each target under softmax(z / temperature), z [t, V], as vLLM's sampler computes it."""
-    out = torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
-    if z.shape[0]:
-        _token_logprob_kernel[(z.shape[0],)](
-            z, targets, out, z.shape[1], z.stride(0), temperature, DIVIDE=temperature != 1.0, BLOCK=1024
-        )
+    """FP32 [t]: log-prob of each target under softmax(z / temperature), z [t, V], as vLLM's sampler computes it.
+
+    At a temperature other than 1, z / temperature takes the place of z.
+    """
+    tokens, vocab = z.shape
+    out = torch.empty(tokens, dtype=torch.float32, device=z.device)
+    if tokens and temperature != 1.0:
+        _divide_kernel[(tokens, triton.cdiv(vocab, 8192))](z, vocab, z.stride(0), temperature, BLOCK=8192)
+    if tokens:
+        _token_logprob_kernel[(tokens,)](z, targets, out, vocab, z.stride(0), BLOCK=1024)
     return out
 
 
