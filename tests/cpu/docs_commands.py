@@ -17,7 +17,7 @@ def commands(page: Path) -> list[str]:
     text = page.read_text()
     found = [line for block in _blocks(text) if not block[0].split()[0].endswith("/") for line in block]
     prose = re.sub(r"^(    .*|\|.*)$", "", text, flags=re.M)
-    inline = [" ".join(line.split()) for line in re.findall(r"`((?:jetrl|sbatch) \S+\s[^`]+)`", prose)]
+    inline = [" ".join(line.split()) for line in re.findall(r"`((?:jetrl|sbatch) [^\s`]+\s[^`]+)`", prose)]
     found += [line for line in inline if not re.search(r"\b[A-Z]{3,}\b|\.\.\.", line)]
     return [re.split(r"\s#\s", line)[0].strip() for line in found]
 
