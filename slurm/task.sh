@@ -13,6 +13,10 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="${JETRL_BIN:+$JETRL_BIN:}$PATH"
 # The code beside this script, not the one that the virtual environment was made from.
 export PYTHONPATH="$root/.packages${PYTHONPATH:+:$PYTHONPATH}"
+if ! command -v jetrl >/dev/null; then
+    echo "error: no jetrl on $(hostname): set JETRL_BIN (python.bin of the site file) to the bin folder of the virtual environment, or use an image that has it" >&2
+    exit 127
+fi
 
 if [ "${SLURM_NODEID:-0}" = 0 ]; then
     echo "environment of this job (slurm/env.sh):"

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -172,11 +173,12 @@ BACKENDS = (
 
 def backends(recipe: Config | None, gpu: bool) -> Iterator[Check]:
     """Import each backend in a process of its own, where a crash or a hang is only a finding."""
-    for backend in BACKENDS:
+    with ThreadPoolExecutor() as pool:
+        reasons = pool.map(import_problem, BACKENDS)
+    for backend, reason in zip(BACKENDS, reasons):
         needed = backend.gpu if gpu else backend.cpu
         if backend.name == "Transformer Engine" and recipe is not None:
             needed = recipe.precision.linear_backend == "te"
-        reason = import_problem(backend)
         bad: Status = "fail" if needed else "off"
         yield Check(
             "backends",
