@@ -39,26 +39,53 @@ def rank_digests(
     Raises:
         KeyError: a parameter is missing. ValueError: an FP8 piece does not start on the tile grid.
     """
-    get = parameters if callable(parameters) else parameters.get
-    shapes, copies = spec.tensors(), _copies(spec, layout, rank)
-    runs: dict[str, list[_Run]] = {}
-    for piece, copy in zip(pieces(spec, layout, rank), copies):
-        tensor = get(piece.local_name)
-        if tensor is None:
-            raise KeyError(f"{piece.local_name}: no such parameter on rank {rank} of {layout}")
-        suffix = f"#{copy}" if copy else ""
-        place = (piece.local_start, piece.size, piece.hf_start, shapes[piece.hf_name].shape)
-        _add(runs.setdefault(piece.hf_name + suffix, []), tensor, *place)
-        scales = get(piece.local_name + SCALE_SUFFIX)
-        if scales is not None:
-            if any(start % BLOCK for start in (*piece.local_start, *piece.hf_start)):
-                raise ValueError(f"{piece.hf_name}: {piece} does not start on the {BLOCK}x{BLOCK} grid")
-            tiles = (tuple(-(-n // BLOCK) for n in pair) for pair in place)
-            _add(runs.setdefault(piece.hf_name + SCALE_SUFFIX + suffix, []), scales, *tiles)
-    # One wait for the device, not one for each part.
-    parts = [run.digest() for found in runs.values() for run in found]
-    values = iter(torch.stack(parts).tolist() if parts else ())
-    return {name: combine([next(values) for _ in found]) for name, found in runs.items()}
+    return Digester(spec, layout, rank)(parameters)
+
+
+class Digester:
+    """`rank_digests` of one rank, time after time: what can be known of parameters that stay where they are is kept."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, rank: int):
+        self.where = f"rank {rank} of {layout}"
+        self._pieces = list(zip(pieces(spec, layout, rank), _copies(spec, layout, rank)))
+        self._names = list(dict.fromkeys(piece.local_name for piece, _ in self._pieces))
+        self._shapes = {piece.hf_name: spec.tensors()[piece.hf_name].shape for piece, _ in self._pieces}
+        self._runs: dict[str, list[_Run]] = {}
+        self._places: list[tuple] = []
+
+    def __call__(self, parameters: Mapping[str, Tensor] | Callable[[str], Tensor | None]) -> dict[str, int]:
+        """See `rank_digests`."""
+        get = parameters if callable(parameters) else parameters.get
+        found: dict[str, Tensor] = {}
+        for name in self._names:
+            for key in (name, name + SCALE_SUFFIX):
+                tensor = get(key)
+                if tensor is not None:
+                    found[key] = tensor
+        places = [(key, t.data_ptr(), t.shape, t.stride(), t.dtype) for key, t in found.items()]
+        if places != self._places:
+            self._runs, self._places = self._of(found), places
+        # One wait for the device, not one for each part.
+        parts = [run.digest() for runs in self._runs.values() for run in runs]
+        values = iter(torch.stack(parts).tolist() if parts else ())
+        return {name: combine([next(values) for _ in runs]) for name, runs in self._runs.items()}
+
+    def _of(self, parameters: Mapping[str, Tensor]) -> dict[str, list[_Run]]:
+        runs: dict[str, list[_Run]] = {}
+        for piece, copy in self._pieces:
+            tensor = parameters.get(piece.local_name)
+            if tensor is None:
+                raise KeyError(f"{piece.local_name}: no such parameter on {self.where}")
+            suffix = f"#{copy}" if copy else ""
+            place = (piece.local_start, piece.size, piece.hf_start, self._shapes[piece.hf_name])
+            _add(runs.setdefault(piece.hf_name + suffix, []), tensor, *place)
+            scales = parameters.get(piece.local_name + SCALE_SUFFIX)
+            if scales is not None:
+                if any(start % BLOCK for start in (*piece.local_start, *piece.hf_start)):
+                    raise ValueError(f"{piece.hf_name}: {piece} does not start on the {BLOCK}x{BLOCK} grid")
+                tiles = (tuple(-(-n // BLOCK) for n in pair) for pair in place)
+                _add(runs.setdefault(piece.hf_name + SCALE_SUFFIX + suffix, []), scales, *tiles)
+        return runs
 
 
 @dataclass

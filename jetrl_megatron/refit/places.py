@@ -1,7 +1,7 @@
 """Who is where: nodes of trainer ranks and replicas, and who receives the bytes of each node's engines.
 
 Replicas on one node share one set of bytes, a *copy* of the model: one landing place for each of a replica's ranks.
-The copy's receiver is the first trainer rank of the node or, on a node without trainers, that node's host process
+Trainer ranks of the node receive it or, on a node without trainers, that node's host process
 (`jetrl_megatron.rollout.host`). Trainer ranks and host processes are the *members* of a refit, numbered in this order.
 """
 
@@ -63,10 +63,10 @@ class Places:
         return tuple(node for node in self.copies for _ in range(self.tp))
 
     def receiver(self, dst_rank: int) -> int:
-        """The member that receives for a destination rank."""
+        """The member that receives for a destination rank: the trainer ranks of its node take turns."""
         node = self.destinations[dst_rank]
         if node in self.trainers:
-            return self.trainers.index(node)
+            return self.trainers.index(node) + dst_rank % self.tp % self.trainers.count(node)
         return len(self.trainers) + self.hosts.index(node)
 
     def node(self, member: int) -> int:

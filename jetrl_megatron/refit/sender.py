@@ -23,7 +23,7 @@ from jetrl_megatron.layouts import fp8_tensors, rollout_layout, trainer_layout
 from jetrl_megatron.megatron.model import fp8_layers
 from jetrl_megatron.megatron.trainer import Trainer
 from jetrl_megatron.refit import ipc
-from jetrl_megatron.refit.digests import merge_digests, rank_digests
+from jetrl_megatron.refit.digests import Digester, merge_digests
 from jetrl_megatron.refit.ipc import Exporter
 from jetrl_megatron.refit.member import Member
 from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage
@@ -73,6 +73,8 @@ class RefitSender:
         )
         self.plan = self.member.plan
         self._own: dict[str, QuantizedWeight] = {}
+        self._digester = Digester(spec, self.layout, self.rank)
+        self._feeds = {dst: sorted({t.src_rank for t in self.plan.receives(dst)}) for dst in self.member.pulled}
         self.route = Route(self.member, pool)
         pulled = any(self.places.near(self.rank, dst) for dst in self.member.pulled)
         self.exporter = Exporter(self._copies(), f"rank{self.rank}") if pulled else None
@@ -191,8 +193,7 @@ class RefitSender:
         table = "" if self.exporter is None else str(self.exporter.table(parameters))
         tables: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(tables, table)
-        feeds = {dst: sorted({t.src_rank for t in self.plan.receives(dst)}) for dst in self.member.pulled}
-        return {dst: ipc.PREFIX + ",".join(tables[rank] for rank in ranks) for dst, ranks in feeds.items()}
+        return {dst: ipc.PREFIX + ",".join(tables[rank] for rank in ranks) for dst, ranks in self._feeds.items()}
 
     @functools.cached_property
     def _fp8_names(self) -> set[str]:
@@ -201,7 +202,7 @@ class RefitSender:
         return {piece.local_name for piece in held if piece.hf_name in self.fp8}
 
     def _gather_digests(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        part = rank_digests(self.trainer.spec, self.layout, self.rank, parameters)
+        part = self._digester(parameters)
         parts: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(parts, part)
         return merge_digests(parts)

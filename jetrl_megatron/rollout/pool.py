@@ -127,7 +127,7 @@ class EnginePool:
             return EnginePool(list(here.values()))
         hub = Hub(os.environ.get("MASTER_ADDR", socket.gethostname()))
         if places.hosts:
-            hub.address.publish(output)
+            hub.publish(output)
         engines = [here.get(i) or RemoteEngine(i, node, hub, config) for i, node in enumerate(places.replicas)]
         return EnginePool(engines, hub, {node: RemoteHost(node, hub, config) for node in places.hosts})
 

@@ -14,7 +14,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,12 +38,6 @@ class Address(NamedTuple):
     host: str
     port: int
     key: bytes
-
-    def publish(self, output: Path) -> None:
-        part = output / f"{FILE}.{os.getpid()}"
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump([self.host, self.port, self.key.hex()], file)
-        part.rename(output / FILE)
 
     @staticmethod
     def read(output: Path) -> Address:
@@ -78,8 +71,17 @@ class Hub:
         self._socket = socket.create_server(("", 0), backlog=64)
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_bytes(32))
         self._known: dict[Name, Connection] = {}
+        self._published: Path | None = None
         self._news = threading.Condition()
         threading.Thread(target=self._listen, name="agents", daemon=True).start()
+
+    def publish(self, output: Path) -> None:
+        """Write address and key into the run's folder, for nodes without trainers; `close` removes them."""
+        part, self._published = output / f"{FILE}.{os.getpid()}", output / FILE
+        host, port, key = self.address
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump([host, port, key.hex()], file)
+        part.rename(self._published)
 
     def take(self, name: Name, timeout: float) -> Connection | None:
         """The newest connection of this name that has not been taken; None if none comes in time."""
@@ -88,6 +90,8 @@ class Hub:
             return self._known.pop(name, None)
 
     def close(self) -> None:
+        if self._published is not None:
+            self._published.unlink(missing_ok=True)
         self._socket.close()
         for connection in self._known.values():
             connection.close()
@@ -254,7 +258,6 @@ class RemoteHost:
     def __init__(self, node: int, hub: Hub, config: Config):
         self.node, self.timeout_s = node, config.refit.timeout_s + MARGIN_S
         self._remote = Remote(("host", node), node, hub, config.rollout.start_timeout_s)
-        self._started = time.monotonic()
 
     def segments(self) -> dict[int, str] | None:
         """Its landing places by destination rank, or None if it is not there (any more)."""
@@ -263,8 +266,9 @@ class RemoteHost:
             return self._remote.call("segments", timeout=LOST_S)
         except EngineDied as error:
             log.warning("%s", error)
-            self._remote.start_timeout_s = 0.0  # it had its time; from now on it is there or it is not
             return None
+        finally:
+            self._remote.start_timeout_s = 0.0  # it had its time; from now on it is there or it is not
 
     def begin(self, method: str, *arguments: Any) -> None:
         self._remote.begin(method, *arguments)

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from jetrl_conversion.layout import Layout
 from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron.refit import ipc
-from jetrl_megatron.refit.digests import rank_digests
+from jetrl_megatron.refit.digests import Digester
 from jetrl_megatron.refit.message import DTYPES, RefitMessage, RefitRefused, check_slots, check_version
 from jetrl_megatron.refit.shm import Segment
 
@@ -61,6 +61,7 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         self._segment: Segment | ipc.CudaSegment | None = None
         self._importer = ipc.Importer()
         self._padded: list[str] | None = None
+        self.digester: Digester | None = None
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -159,9 +160,11 @@ class WorkerExtension:
     def jetrl_digests(self) -> dict[str, int]:
         """This worker's part of the digests of its live parameters (`rank_digests`)."""
         engine = self.weight_transfer_engine
-        spec = load_model_spec(self.vllm_config.model_config.model)
-        layout = Layout("vllm", tp=engine.parallel_config.tensor_parallel_size)
-        return rank_digests(spec, layout, engine.parallel_config.rank, engine.parameters)
+        if engine.digester is None:
+            spec = load_model_spec(self.vllm_config.model_config.model)
+            layout = Layout("vllm", tp=engine.parallel_config.tensor_parallel_size)
+            engine.digester = Digester(spec, layout, engine.parallel_config.rank)
+        return engine.digester(engine.parameters)
 
     def jetrl_facts(self) -> dict[str, Any]:
         """What a trainer must share with this worker for equal log-probs."""

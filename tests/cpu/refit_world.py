@@ -104,6 +104,8 @@ class Namespaces:
 
     def __init__(self, count: int, tag: str, net: str):
         self.count, self.tag, self.net = count, tag, net
+        self.home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        """Where the other ends of the cables are."""
 
     def name(self, index: int) -> str:
         return f"jr{self.tag}-{index}"
@@ -123,7 +125,8 @@ class Namespaces:
 
     def link(self, index: int, state: str) -> None:
         """Cut (`down`) or mend (`up`) a namespace's cable: packets vanish, no connection is closed."""
-        subprocess.run(["ip", "link", "set", f"jr{self.tag}v{index}", state], check=True)
+        command = ["ip", "link", "set", f"jr{self.tag}v{index}", state]
+        subprocess.run(command, check=True, preexec_fn=lambda: os.setns(self.home, os.CLONE_NEWNET))
 
 
 @contextlib.contextmanager
@@ -155,9 +158,7 @@ def namespaces(count: int) -> Iterator[Namespaces]:
         ip("link", "del", bridge, check=False)
 
 
-def fork(
-    size: int, spaces: Namespaces, body: Callable[..., Any], *arguments: Any, timeout: float, results: Any = None
-) -> list[multiprocessing.Process]:
+def fork(size: int, spaces: Namespaces, body: Callable[..., Any], *arguments: Any, results: Any) -> list:
     """Start `body(rank, address of rank 0, *arguments)` in `size` forked processes, dealt over the namespaces in runs.
 
     Exceptions go into the queue `results` as (rank, text), return values as (rank, value).
@@ -171,10 +172,9 @@ def fork(
             value: Any = body(rank, spaces.address(0), *arguments)
         except BaseException:
             value = "".join(traceback.format_exc())
-        if results is not None:
-            results.put((rank, value))
-            results.close()
-            results.join_thread()
+        results.put((rank, value))
+        results.close()
+        results.join_thread()
         os._exit(0)
 
     started = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(size)]
