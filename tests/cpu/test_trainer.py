@@ -73,6 +73,13 @@ def test_log_probs_do_not_depend_on_parallel_sizes_and_gradients_hardly(run, siz
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
 
 
+@pytest.mark.parametrize("size", ["tp2", "pp2", "sp2"])
+def test_every_operation_gives_the_same_bits_at_all_parallel_sizes(run, size):
+    one, many = run("tp1")["operations"], run(size)["operations"]
+    assert len(one) == 2 * 17 + 3 and all(digest != "None" for _, digest in one)
+    assert many == one
+
+
 @pytest.mark.parametrize("size", ["tp1", "tp2", "pp2"])
 def test_a_resumed_trainer_takes_the_very_step_that_it_would_have_taken(run, size):
     seen = run(size)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from jetrl_conversion.model_spec import load_model_spec
-from jetrl_megatron import checkpoint, checkpoint_names
+from jetrl_megatron import activations, checkpoint, checkpoint_names, parity_search
 from jetrl_megatron.batch import Sample, micro_batches
 from jetrl_megatron.config import Config
 from jetrl_megatron.layouts import trainer_layout
@@ -97,6 +97,9 @@ def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> No
 
     found = [lp[b.mask].tolist() for lp, b in zip(trainer.logprobs(batches), batches)]
     seen["logprobs"] = next(part for part in reversed(everyone(found)) if part)
+    length = int(batches[0].cu_seqlens[1])
+    noted = parity_search.trainer_side(trainer, batches[0], 0, length)[0]
+    seen["operations"] = [[n, str(noted.get(n))] for n in activations.operations(trainer.spec.num_layers)]
     stats, seen["grad_norm"] = trainer.step(batches, loss)
     losses = everyone(sum(float(s["loss"]) for s in stats))
     seen["loss"] = losses[-1]
