@@ -273,6 +273,8 @@ def run(
     problems = []
     if not allow_dirty and (changed := uncommitted()):
         problems.append(f"uncommitted changes would not reach the job: {', '.join(changed)} (commit, or --allow-dirty)")
+    if loaded == sites.load(sites.EXAMPLE):
+        problems.append(f"{site or sites.default_path()} is still the example: put in account, partition and folders")
     if not shutil.which("sbatch"):
         problems.append("no sbatch on this machine: launch from a login node of the cluster, or --executor local")
     if problems:

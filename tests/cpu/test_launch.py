@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -192,6 +193,16 @@ def test_site_lists_every_problem(tmp_path: Path):
 def test_container_must_see_the_folders(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"paths.models: /models is under none of container.mounts"):
         site(tmp_path, EXAMPLE.replace('"/shared/models"', '"/models"'))
+
+
+def test_example_site_is_not_submitted_to(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        launch.run("tiny_cpu_jetrl", site=sites.EXAMPLE, allow_dirty=True)
+    assert [p.partition(": ")[0] for p in error.value.problems] == [
+        f"{sites.EXAMPLE} is still the example",
+        "no sbatch on this machine",
+    ]
 
 
 def test_missing_site_file_says_how_to_write_one(tmp_path: Path):
