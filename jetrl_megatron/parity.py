@@ -61,9 +61,10 @@ def problems(config: Config, spec: ModelSpec, cpu: bool) -> list[str]:
                 f"needs parallel.tp = rollout.tp, at most 2, on GPUs, not {trainer_tp} and {engine_tp}: of more than "
                 "two parts NCCL picks the order of addition by message size (parallel.pp and dp are free)"
             )
-        if spec.vocab_size % 128:
+        elif spec.vocab_size % (128 * trainer_tp):
             found.append(
-                f"the vocabulary of {spec.vocab_size} is no multiple of 128: both sides would pad it differently"
+                f"the vocabulary of {spec.vocab_size} is no multiple of {128 * trainer_tp}: both sides would pad it "
+                "differently"
             )
     return [f"precision.parity=exact: {line}" for line in found]
 

@@ -40,6 +40,9 @@ def test_everything_that_exact_parity_cannot_promise_is_refused_at_once():
     config.precision.parity, config.precision.linear_backend = "exact", "te"
     tp, backend = sorted(refused(config), reverse=True)
     assert "linear_backend=jetrl, not te" in tp + backend and "not 4 and 1" in tp + backend
+    config.parallel.tp = config.rollout.tp = 2
+    config.parallel.dp, config.rollout.replicas = 4, 4
+    assert any("vocabulary of 151936 is no multiple of 256" in line for line in refused(config))
     config.precision.parity = "off"
     assert refused(config) == []
 
