@@ -13,6 +13,7 @@ from jetrl_megatron.commands import (
     bench_gpu,
     bench_kernels,
     bench_parity,
+    bench_refit,
     bench_step,
     convert,
     verify_checkpoint,
@@ -185,7 +186,7 @@ bench.command()(bench_convert.convert)
 bench.command()(bench_step.step)
 bench.command()(bench_parity.parity)
 bench.command("kernels")(bench_kernels.bench_kernels)
-for measure in (bench_gpu.rollout, bench_gpu.train, bench_gpu.refit):
+for measure in (bench_gpu.rollout, bench_gpu.train, bench_refit.refit):
     bench.command()(measure)
 
 

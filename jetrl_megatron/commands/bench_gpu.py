@@ -1,4 +1,4 @@
-"""`jetrl bench rollout|train|refit`: ratios on one GPU, every engine or mode in a process of its own, in turn."""
+"""`jetrl bench rollout|train`: ratios on one GPU, every engine or mode in a process of its own, in turn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def rollout(
 ) -> None:
     """Generated tokens a second. Example: jetrl bench rollout models/Qwen3-8B"""
     common = {"model": str(model.absolute()), "sequences": sequences, "prompt": prompt, "new": new}
-    results = {name: _child("rollout", {**common, "engine": name}) for name in _chosen(engine, ENGINES, "--engine")}
+    results = {
+        name: child(__name__, "rollout", {**common, "engine": name}) for name in _chosen(engine, ENGINES, "--engine")
+    }
     base = results.get("bf16") or results.get("vllm-bf16")
     for name, result in results.items():
         for n in map(str, sequences):
@@ -59,7 +61,7 @@ def train(
         "length": length,
         "micro": micro_batches,
     }
-    results = {name: _child("train", {**common, "mode": name}) for name in _chosen(mode, TRAINERS, "--mode")}
+    results = {name: child(__name__, "train", {**common, "mode": name}) for name in _chosen(mode, TRAINERS, "--mode")}
     base = results.get("bf16-te") or results.get("bf16")
     for name, r in results.items():
         ratio = f"{base['step_seconds'] / r['step_seconds']:.3f}x BF16" if base else ""
@@ -70,28 +72,16 @@ def train(
     print(json.dumps(results))
 
 
-def refit(
-    model: Model,
-    rounds: Annotated[int, typer.Option(help="Refits to time after the first.")] = 5,
-) -> None:
-    """A colocated refit, digests included, beside the usual way. Example: jetrl bench refit models/Qwen3-8B"""
-    _need_gpu()
-    result = _child("refit", {"model": str(model.absolute()), "rounds": rounds})
-    for name, value in result.items():
-        print(f"{name:28} {value}")
-    print(json.dumps(result))
-
-
 def _chosen(names: list[str], known: tuple[str, ...], option: str) -> list[str]:
     from jetrl_megatron.config import ConfigError, nearest
 
     if unknown := [n for n in names if n not in known]:
         raise ConfigError([f"{option} {n}: unknown, {nearest(n, known)}" for n in unknown])
-    _need_gpu()
+    need_gpu()
     return names or list(known)
 
 
-def _need_gpu() -> None:
+def need_gpu() -> None:
     """Raise ConfigError with everything that this machine lacks."""
     from jetrl_megatron.config import Config, ConfigError
     from jetrl_megatron.megatron.gpu.requirements import problems
@@ -100,10 +90,8 @@ def _need_gpu() -> None:
         raise ConfigError(found)
 
 
-def _child(task: str, settings: dict) -> dict:
-    run = subprocess.run(
-        [sys.executable, "-m", __name__, task, json.dumps(settings)], stdout=subprocess.PIPE, text=True
-    )
+def child(module: str, task: str, settings: dict) -> dict:
+    run = subprocess.run([sys.executable, "-m", module, task, json.dumps(settings)], stdout=subprocess.PIPE, text=True)
     if run.returncode:
         raise OSError(f"bench {task} {settings} failed with exit status {run.returncode}; its log is above")
     return json.loads(run.stdout.splitlines()[-1])
@@ -256,11 +244,11 @@ def measure_train(s: dict) -> dict[str, float]:
 
     steps, passes = [], []
     for _ in range(7):
-        steps.append(_timed(lambda: trainer.step(batches, loss)))
+        steps.append(timed(lambda: trainer.step(batches, loss)))
     peak = torch.cuda.max_memory_reserved() / 2**30
     for _ in range(4):
         trainer.model.zero_grad_buffer()
-        passes.append(_timed(lambda: trainer._run(batches, loss)))
+        passes.append(timed(lambda: trainer._run(batches, loss)))
     seconds = statistics.median(steps[2:])
     return {
         "step_seconds": seconds,
@@ -272,7 +260,7 @@ def measure_train(s: dict) -> dict[str, float]:
     }
 
 
-def _timed(run) -> float:
+def timed(run) -> float:
     import torch
 
     torch.cuda.synchronize()
@@ -282,86 +270,12 @@ def _timed(run) -> float:
     return time.perf_counter() - started
 
 
-def measure_refit(s: dict) -> dict:
-    """Seconds of a colocated refit (load, both digests, comparison), and of gathering BF16 and requantizing."""
-    import torch
-
-    from jetrl_conversion.model_spec import load_model_spec
-    from jetrl_kernels.quant_weight import quant_weight
-    from jetrl_megatron.commands import one_rank
-    from jetrl_megatron.config import Config, ModelConfig, RolloutConfig, TrainConfig
-    from jetrl_megatron.layouts import fp8_tensors
-    from jetrl_megatron.megatron.model import fp8_layers
-    from jetrl_megatron.refit.sender import RefitSender
-    from jetrl_megatron.rollout.client import RolloutEngine
-    from jetrl_megatron.rollout.pool import EnginePool
-    from jetrl_megatron.rollout.types import Sampling
-
-    config = Config(
-        model=ModelConfig(path=s["model"], max_length=512),
-        rollout=RolloutConfig(
-            max_num_seqs=32, gpu_memory_utilization=0.0, memory_gib=4.0, start_timeout_s=600.0,
-            enforce_eager=s.get("eager", False),
-        ),
-        train=TrainConfig(device="cuda"),
-    )  # fmt: skip
-    spec = load_model_spec(s["model"])
-    with tempfile.TemporaryDirectory() as folder:
-        engine = RolloutEngine(s["model"], config, quantized=fp8_tensors(spec, config), output=Path(folder), cpu=False)
-        pool = EnginePool([engine])
-        pool.start()
-        try:
-            trainer, spec = one_rank.trainer_of(config, training=False)
-            sender = RefitSender(trainer, pool)
-            sender.send()
-            sampling = Sampling(temperature=1.0, max_tokens=64, stop_token_ids=())
-            prompts = [[7 + i, 11, 13, 17] for i in range(16)]
-            first = pool.generate(prompts, list(range(16)), sampling)
-            wait_for_turn(s)
-            refits, cycles, free, equal = [], [], [], True
-            for _ in range(s["rounds"]):
-                trainer.version += 1
-                refits.append(sender.send().seconds)
-            for _ in range(s.get("cycles", 3)):
-                started = time.perf_counter()
-                pool.sleep()
-                slept = time.perf_counter() - started
-                trainer.version += 1
-                cycles.append(slept + sender.send().seconds)
-                again = pool.generate(prompts, list(range(16)), sampling)
-                equal &= all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in zip(first, again))
-                free.append(torch.cuda.mem_get_info()[0])
-
-            def requantize() -> None:
-                for layer in fp8_layers(trainer.model).values():
-                    gathered = layer.weight.detach().clone()
-                    fresh = quant_weight(gathered, "pow2")
-                    assert layer.qweight is not None
-                    layer.qweight.codes.copy_(fresh.codes)
-                    layer.qweight.scale.copy_(fresh.scale)
-
-            quantize = statistics.median(_timed(trainer.quantize) for _ in range(3))
-            usual = statistics.median(_timed(requantize) for _ in range(3))
-            return {
-                "refit_seconds": statistics.median(refits),
-                "refit_seconds_all": refits,
-                "refit_bytes": sender.plan.total_bytes,
-                "quantize_seconds": quantize,
-                "clone_and_requantize_seconds": usual,
-                "sleep_wake_refit_seconds": statistics.median(cycles),
-                "output_unchanged": equal,
-                "free_bytes_drift": free[-1] - free[min(1, len(free) - 1)],
-            }
-        finally:
-            pool.close()
-
-
 if __name__ == "__main__":
     import os
 
     task, given = sys.argv[1], json.loads(sys.argv[2])
     print(
-        json.dumps({"rollout": measure_rollout, "train": measure_train, "refit": measure_refit}[task](given)),
+        json.dumps({"rollout": measure_rollout, "train": measure_train}[task](given)),
         flush=True,
     )
     sys.stdout.flush()

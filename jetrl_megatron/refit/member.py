@@ -120,6 +120,10 @@ class Member:
     def exchange(self, tensors: Mapping[str, Tensor], *, base: int | None = None, chunk: int = 0) -> Moved:
         """Move one chunk of a version, by every way; see `Transport.exchange`."""
         moved, target = Moved(), self.view if self.landing else None
+        if self.chunks > 1:
+            # What pads the vocabulary is nobody's, and another chunk's bytes lie there.
+            for segment in self._owned:
+                segment.bytes.zero_()
         for transport in self.transports:
             moved += transport.exchange(self.peers, tensors, target, base=base, chunk=chunk)
         return moved

@@ -1,0 +1,210 @@
+"""`jetrl bench refit`: on this GPU, on this CPU beside the usual ways, or for a cluster that is not at hand."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jetrl_megatron.commands.bench_gpu import child, need_gpu, timed, wait_for_turn
+
+GB = 1e9
+SIZES = ("tp", "pp", "ep", "dp")
+
+
+def refit(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder (config.json is enough), or a released model.")],
+    cpu: Annotated[bool, typer.Option("--cpu", help="Processes of this machine, by gloo.")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="From the plan alone, at bandwidths given.")] = False,
+    trainer: Annotated[str, typer.Option(help=f"Trainer layout: any of {', '.join(SIZES)}.")] = "tp=2",
+    replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 1,
+    rollout_tp: Annotated[int, typer.Option(help="Ranks of one replica.")] = 1,
+    layers: Annotated[int, typer.Option(help="Cut the model to so many layers; 0 keeps all.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Refits to time after the first.")] = 5,
+    staging_mib: Annotated[int, typer.Option(help="refit.staging_mib")] = 256,
+    colocated: Annotated[bool, typer.Option(help="--simulate: engines on the trainers' GPUs.")] = False,
+    gpus_per_node: Annotated[int, typer.Option(help="--simulate: GPUs of a node.")] = 8,
+    nvlink: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU within its node.")] = 450.0,
+    network: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU to other nodes.")] = 50.0,
+) -> None:
+    """Time and bytes of a refit, digests included.
+
+    Examples: jetrl bench refit models/Qwen3-8B
+    jetrl bench refit Qwen3-0.6B --cpu --layers 4 --trainer tp=2,pp=2 --replicas 2
+    jetrl bench refit Qwen3-235B-A22B --simulate --trainer tp=4,pp=4,ep=8,dp=2 --replicas 16 --rollout-tp 8
+    """
+    if not cpu and not simulate:
+        need_gpu()
+        result = child(__name__, "gpu", {"model": str(Path(model).absolute()), "rounds": rounds})
+        for name, value in result.items():
+            print(f"{name:28} {value}")
+        print(json.dumps(result))
+        return
+    from jetrl_conversion.layout import Layout
+    from jetrl_conversion.model_spec import load_model_spec
+
+    config = _config(model)
+    if layers:
+        config = {**config, "num_hidden_layers": layers}
+    spec, source, replica = (
+        load_model_spec(config),
+        Layout("megatron", **_sizes(trainer)),
+        Layout("vllm", tp=rollout_tp),
+    )
+    if simulate:
+        _simulate(spec, source, replica, replicas, colocated, gpus_per_node, nvlink * GB, network * GB)
+    else:
+        from jetrl_megatron.commands.bench_refit_cpu import compare
+
+        compare(config, source, replica, replicas, rounds, staging_mib)
+
+
+def _config(model: str) -> dict:
+    from jetrl_conversion.errors import ConversionError
+    from jetrl_conversion.known_models import known_config
+    from jetrl_megatron.config import ConfigError
+
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        return json.loads((folder / "config.json").read_text())
+    try:
+        return known_config(folder.name)
+    except ConversionError as error:
+        raise ConfigError(str(error).splitlines()) from None
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """`tp=2,pp=2` as numbers. Raises ConfigError naming what is wrong."""
+    from jetrl_megatron.config import ConfigError, nearest
+
+    found, wrong = {}, []
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if key not in SIZES:
+            wrong.append(f"--trainer {key}: unknown, {nearest(key, SIZES)}")
+        elif not value.isdecimal() or int(value) < 1:
+            wrong.append(f"--trainer {part}: {key}=NUMBER")
+        else:
+            found[key] = int(value)
+    if wrong:
+        raise ConfigError(wrong)
+    return found
+
+
+def _simulate(spec, source, replica, replicas: int, colocated: bool, gpus: int, nvlink: float, network: float) -> None:
+    from jetrl_megatron.config import ConfigError
+    from jetrl_megatron.refit.simulate import simulate
+
+    try:
+        s = simulate(
+            spec, source, replica, replicas, colocated=colocated, gpus_per_node=gpus, nvlink=nvlink, network=network
+        )
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    where = "the trainers' nodes" if colocated else "nodes of their own"
+    print(f"{source.world} trainer GPUs {source}, {replicas} replicas {replica} on {where}, {gpus} GPUs a node")
+    print(f"bytes to place {s.bound / GB:.3f} GB, of which {s.network / GB:.3f} GB change the node")
+    for link in s.links:
+        print(
+            f"{link.kind:12} GPU {link.gpu:4} of node {link.gpu // gpus:3}  {link.nbytes / GB:9.3f} GB  "
+            f"{link.seconds * 1e3:9.2f} ms"
+        )
+    print(f"fullest link: {s.links[0].kind}, {s.seconds:.4f} s" if s.links else "nothing moves")
+    for name, value in (("BF16", s.gather), ("FP8", s.gather_fp8)):
+        ratio = f", {value / s.seconds:.1f} times as long" if s.seconds else ""
+        print(f"gather whole {name} tensors on one GPU and broadcast them: at least {value:.4f} s{ratio}")
+
+
+def measure(s: dict) -> dict:
+    """Seconds of a colocated refit (load, both digests, comparison), and of cloning BF16 and requantizing.
+
+    With `landing` bytes go through a buffer on the GPU in chunks, as those that come from another node do.
+    """
+    import torch
+
+    from jetrl_conversion.model_spec import load_model_spec
+    from jetrl_kernels.quant_weight import quant_weight
+    from jetrl_megatron.commands import one_rank
+    from jetrl_megatron.config import Config, ModelConfig, RolloutConfig, TrainConfig
+    from jetrl_megatron.layouts import fp8_tensors
+    from jetrl_megatron.megatron.model import fp8_layers
+    from jetrl_megatron.refit.sender import RefitSender
+    from jetrl_megatron.refit.transports import Way, Ways
+    from jetrl_megatron.rollout.client import RolloutEngine
+    from jetrl_megatron.rollout.pool import EnginePool
+    from jetrl_megatron.rollout.types import Sampling
+
+    config = Config(
+        model=ModelConfig(path=s["model"], max_length=512),
+        rollout=RolloutConfig(
+            max_num_seqs=32, gpu_memory_utilization=0.0, memory_gib=4.0, start_timeout_s=600.0,
+            enforce_eager=s.get("eager", False),
+        ),
+        train=TrainConfig(device="cuda"),
+    )  # fmt: skip
+    spec = load_model_spec(s["model"])
+    with tempfile.TemporaryDirectory() as folder:
+        engine = RolloutEngine(s["model"], config, quantized=fp8_tensors(spec, config), output=Path(folder), cpu=False)
+        pool = EnginePool([engine])
+        pool.start()
+        try:
+            trainer, spec = one_rank.trainer_of(config, training=False)
+            if s.get("landing"):
+                config.refit.staging_mib = s["landing"]
+                Ways.of = lambda *_: Way("nccl", "to measure it")  # type: ignore[method-assign]
+            sender = RefitSender(trainer, pool)
+            sender.send()
+            sampling = Sampling(temperature=1.0, max_tokens=64, stop_token_ids=())
+            prompts = [[7 + i, 11, 13, 17] for i in range(16)]
+            first = pool.generate(prompts, list(range(16)), sampling)
+            wait_for_turn(s)
+            refits, cycles, free, equal = [], [], [], True
+            for _ in range(s["rounds"]):
+                trainer.version += 1
+                refits.append(sender.send().seconds)
+            for _ in range(s.get("cycles", 3)):
+                started = time.perf_counter()
+                pool.sleep()
+                slept = time.perf_counter() - started
+                trainer.version += 1
+                cycles.append(slept + sender.send().seconds)
+                again = pool.generate(prompts, list(range(16)), sampling)
+                equal &= all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in zip(first, again))
+                free.append(torch.cuda.mem_get_info()[0])
+
+            def requantize() -> None:
+                for layer in fp8_layers(trainer.model).values():
+                    gathered = layer.weight.detach().clone()
+                    fresh = quant_weight(gathered, "pow2")
+                    assert layer.qweight is not None
+                    layer.qweight.codes.copy_(fresh.codes)
+                    layer.qweight.scale.copy_(fresh.scale)
+
+            quantize = statistics.median(timed(trainer.quantize) for _ in range(3))
+            usual = statistics.median(timed(requantize) for _ in range(3))
+            return {
+                "refit_seconds": statistics.median(refits),
+                "refit_seconds_all": refits,
+                "refit_bytes": sender.plan.total_bytes,
+                "chunks": sender.member.chunks,
+                "quantize_seconds": quantize,
+                "clone_and_requantize_seconds": usual,
+                "sleep_wake_refit_seconds": statistics.median(cycles),
+                "output_unchanged": equal,
+                "free_bytes_drift": free[-1] - free[min(1, len(free) - 1)],
+            }
+        finally:
+            pool.close()
+
+
+if __name__ == "__main__":
+    import os
+
+    print(json.dumps(measure(json.loads(sys.argv[2]))), flush=True)
+    os._exit(0)

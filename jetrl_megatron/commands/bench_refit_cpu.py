@@ -1,0 +1,276 @@
+"""`jetrl bench refit --cpu`: the refit and two usual ways between processes of this machine, in one run.
+
+Each trainer rank is a process and so is each replica's receiver, as if every replica were on a node of its own. All
+three ways end with the same bytes in the replicas' memory, which is checked.
+
+* ours: each rectangle straight from its holder (`refit/peer_to_peer.py`).
+* gather + BF16: rank 0 gathers each BF16 tensor, broadcasts it, and each replica quantizes what it needs again.
+* gather + FP8: the same with codes and scales, which need no second quantization.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jetrl_conversion.layout import Layout, Piece, local_shapes, pieces
+from jetrl_conversion.model_spec import ModelSpec, load_model_spec
+from jetrl_conversion.planner import quantized_tensors
+from jetrl_kernels.formats import scale_shape
+from jetrl_kernels.quant_weight import quant_weight
+from jetrl_megatron.config import RefitConfig
+from jetrl_megatron.refit.digests import merge_digests, rank_digests
+from jetrl_megatron.refit.member import Member
+from jetrl_megatron.refit.message import SCALE_SUFFIX
+from jetrl_megatron.refit.peers import Peers, Store
+from jetrl_megatron.refit.places import Places
+from jetrl_megatron.refit.rectangles import Rectangle, cut
+
+GB = 1e9
+WAIT_S = 600.0
+
+
+def compare(config: dict, source: Layout, replica: Layout, replicas: int, rounds: int, staging_mib: int) -> None:
+    """Start the processes, print the table, and a line of JSON.
+
+    Raises:
+        OSError: a process failed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "config": config,
+        "source": {"tp": source.tp, "pp": source.pp, "ep": source.ep, "dp": source.dp},
+        "replica": {"tp": replica.tp},
+        "replicas": replicas,
+        "rounds": rounds,
+        "staging_mib": staging_mib,
+        "port": port,
+    }
+    world = source.world + replicas
+    command = [sys.executable, "-m", __name__, json.dumps(settings)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE if rank == 0 else None, text=True, env=env)
+        for rank in range(world)
+    ]
+    try:
+        output, _ = running[0].communicate()
+        codes = [process.wait(60) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    if any(codes):
+        raise OSError(f"bench refit --cpu: exit statuses {codes}; the log is above")
+    result = json.loads(output.splitlines()[-1])
+    print(f"{source} -> {replicas} x {replica}, {world} processes; the replicas hold {result['bound'] / GB:.4f} GB")
+    print(f"{'way':16}{'moved GB':>10}{'of bound':>10}{'seconds':>10}{'GB/s':>8}{'buffers MB':>12}{'ours x':>8}")
+    for name, way in result["ways"].items():
+        print(
+            f"{name:16}{way['moved'] / GB:10.4f}{way['moved'] / result['bound']:10.3f}{way['seconds']:10.4f}"
+            f"{result['bound'] / way['seconds'] / GB:8.2f}{way['staging'] / 1e6:12.1f}"
+            f"{way['seconds'] / result['ways']['ours']['seconds']:8.2f}"
+        )
+    print(f"digests of both sides: {result['digest_seconds']:.4f} s")
+    print(json.dumps(result))
+
+
+class Bench:
+    """One process of the comparison."""
+
+    def __init__(self, settings: dict, rank: int):
+        self.rank, self.rounds = rank, settings["rounds"]
+        self.spec = load_model_spec(settings["config"])
+        self.source, self.replica = Layout("megatron", **settings["source"]), Layout("vllm", **settings["replica"])
+        trainers = self.source.world
+        self.receivers = list(range(trainers, trainers + settings["replicas"]))
+        self.places = Places((0,) * trainers, tuple(range(1, settings["replicas"] + 1)), self.replica.world)
+        self.fp8 = quantized_tensors(self.spec, self.source, self.replica)
+        wait = timedelta(seconds=WAIT_S)
+        store = dist.TCPStore("127.0.0.1", settings["port"], None, rank == 0, wait, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=self.places.members, timeout=wait)
+        # Rank 0 broadcasts to the replicas alone.
+        self.group = dist.new_group([0, *self.receivers])
+        self.bf16 = shard(self.spec, self.source, rank) if rank < trainers else {}
+        self.tensors = quantized(self.spec, self.source, rank, self.bf16, self.fp8) if rank < trainers else {}
+        refit = RefitConfig(staging_mib=settings["staging_mib"], timeout_s=WAIT_S)
+        device = torch.device("cpu")
+        self.member = Member(self.spec, self.source, self.replica, self.fp8, self.places, rank, device, refit)
+        self.member.open()
+        box = [0]
+        if rank == 0:
+            self.store = Store("127.0.0.1", 0, WAIT_S, lead=True)
+            box = [self.store.port]
+        dist.broadcast_object_list(box, src=0)
+        if rank:
+            self.store = Store("127.0.0.1", box[0], WAIT_S, lead=False)
+        self.member.peers = Peers(self.store, range(self.places.members), rank, 0, device)
+        # Where each tensor's pieces are, the first holder of each; and where the replicas want them.
+        self.held: dict[str, dict[tuple[int, int], tuple[int, Any]]] = {}
+        for holder in range(trainers):
+            for piece in pieces(self.spec, self.source, holder):
+                self.held.setdefault(piece.hf_name, {}).setdefault(piece.hf_start, (holder, piece))
+        self.wanted: dict[str, list[tuple[int, Any]]] = {}
+        for dst in self.member.receives:
+            for piece in pieces(self.spec, self.replica, dst % self.places.tp):
+                self.wanted.setdefault(piece.hf_name, []).append((dst, piece))
+
+    def run(self) -> dict:
+        plan, ways = self.member.plan, {}
+        expected = None
+        for name, way in (("ours", self.ours), ("gather + BF16", self.gather_bf16), ("gather + FP8", self.gather_fp8)):
+            times = []
+            for _ in range(self.rounds + 1):
+                dist.barrier()
+                started = time.perf_counter()
+                moved, staging = way()
+                dist.barrier()
+                times.append(time.perf_counter() - started)
+            digests = self.landed()
+            expected = expected or digests
+            if digests != expected:
+                raise RuntimeError(f"{name} left other bytes in the replicas")
+            sums = torch.tensor([moved, 0])
+            dist.all_reduce(sums)
+            most = torch.tensor([staging])
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            ways[name] = {"moved": int(sums[0]), "staging": int(most), "seconds": statistics.median(times[1:])}
+        started = time.perf_counter()
+        if self.rank < self.source.world:
+            rank_digests(self.spec, self.source, self.rank, self.tensors)
+        else:
+            self.landed()
+        dist.barrier()
+        return {"ways": ways, "bound": plan.total_bytes, "digest_seconds": time.perf_counter() - started}
+
+    def ours(self) -> tuple[int, int]:
+        return self.member.exchange(self.tensors).payload, self.member.peer_to_peer.staging
+
+    def gather_bf16(self) -> tuple[int, int]:
+        moved = staging = 0
+        for name, info in self.spec.tensors().items():
+            whole, sent = self._whole(name, self.bf16, info.shape, torch.bfloat16, 1)
+            moved, staging = moved + sent, max(staging, whole.nbytes)
+            if self.rank in self.receivers:
+                if name in self.fp8:
+                    again = quant_weight(whole)
+                    self._place(name, again.codes, "", 1)
+                    self._place(name, again.scale, SCALE_SUFFIX, 128)
+                else:
+                    self._place(name, whole, "", 1)
+        return moved, staging
+
+    def gather_fp8(self) -> tuple[int, int]:
+        moved = staging = 0
+        for name, info in self.spec.tensors().items():
+            parts = [("", torch.bfloat16, 1, info.shape)]
+            if name in self.fp8:
+                parts = [
+                    ("", torch.float8_e4m3fn, 1, info.shape),
+                    (SCALE_SUFFIX, torch.float32, 128, scale_shape(*info.shape)),
+                ]
+            for suffix, dtype, unit, shape in parts:
+                whole, sent = self._whole(name, self.tensors, shape, dtype, unit, suffix)
+                moved, staging = moved + sent, max(staging, whole.nbytes)
+                if self.rank in self.receivers:
+                    self._place(name, whole, suffix, unit)
+        return moved, staging
+
+    def _whole(self, name: str, tensors: dict, shape: tuple, dtype, unit: int, suffix: str = "") -> tuple[Tensor, int]:
+        """A whole tensor on rank 0 and the replicas, and how many bytes this rank sent for it."""
+        whole = torch.empty(shape, dtype=dtype)
+        sent = 0
+        for holder, piece in self.held[name].values():
+            at, start, size = (
+                [-(-n // unit) for n in pair] for pair in (piece.local_start, piece.hf_start, piece.size)
+            )
+            if self.rank == holder:
+                part = cut(tensors[piece.local_name + suffix], at, size)
+                if holder == 0:
+                    cut(whole, start, size).copy_(part)
+                else:
+                    part = part.contiguous().view(-1).view(torch.uint8)
+                    dist.send(part, 0)
+                    sent += part.nbytes
+            elif self.rank == 0:
+                place = cut(whole, start, size)
+                buffer = torch.empty(place.numel() * whole.itemsize, dtype=torch.uint8)
+                dist.recv(buffer, holder)
+                place.copy_(buffer.view(dtype).view(place.shape))
+        if self.rank == 0 or self.rank in self.receivers:
+            dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=self.group)
+            sent += whole.nbytes * len(self.receivers) if self.rank == 0 else 0
+        return whole, sent
+
+    def _place(self, name: str, whole: Tensor, suffix: str, unit: int) -> None:
+        for dst, piece in self.wanted[name]:
+            at, start, size = (
+                [-(-n // unit) for n in pair] for pair in (piece.local_start, piece.hf_start, piece.size)
+            )
+            target = cut(self.member.view(dst, piece.local_name + suffix), at, size)
+            target.copy_(cut(whole, start, size))
+
+    def landed(self) -> dict[str, int]:
+        """Digests of what lies in this receiver's landing places."""
+        found = []
+        for dst in self.member.receives:
+            slots = self.member.slots[dst % self.places.tp]
+            live = {slot.name: self.member.view(dst, slot.name) for slot in slots}
+            found.append(rank_digests(self.spec, self.replica, dst % self.places.tp, live))
+        return merge_digests(found)
+
+
+def _in_units(piece: Piece, unit: int) -> tuple[Rectangle, Rectangle, Rectangle]:
+    """Start in the local tensor, start in the whole one, and size; in tiles of a scale tensor with `unit` 128."""
+    at, start, size = (
+        (-(-pair[0] // unit), -(-pair[1] // unit)) for pair in (piece.local_start, piece.hf_start, piece.size)
+    )
+    return at, start, size
+
+
+def shard(spec: ModelSpec, layout: Layout, rank: int) -> dict[str, Tensor]:
+    """Random BF16 parameters of a trainer rank; copies on other ranks are equal."""
+    found = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in local_shapes(spec, layout, rank).items()}
+    for number, piece in enumerate(pieces(spec, layout, rank)):
+        generator = torch.Generator().manual_seed(hash((piece.hf_start, number % 7)) & 0xFFFF)
+        place = cut(found[piece.local_name], piece.local_start, piece.size)
+        place.copy_(torch.randn(place.shape, generator=generator) * 0.02)
+    return found
+
+
+def quantized(spec: ModelSpec, layout: Layout, rank: int, bf16: dict[str, Tensor], fp8: set[str]) -> dict[str, Tensor]:
+    """The same as the trainer holds it: FP8 tensors as codes and scales."""
+    names = {piece.local_name for piece in pieces(spec, layout, rank) if piece.hf_name in fp8}
+    found = dict(bf16)
+    for name in names:
+        made = quant_weight(bf16[name])
+        found[name], found[name + SCALE_SUFFIX] = made.codes, made.scale
+    return found
+
+
+def main(settings: dict, rank: int) -> None:
+    torch.set_num_threads(1)
+    bench = Bench(settings, rank)
+    with torch.no_grad():
+        result = bench.run()
+    bench.member.close()
+    if rank == 0:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)
