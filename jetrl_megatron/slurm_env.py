@@ -62,6 +62,8 @@ def world_from_env(env: Mapping[str, str] | None = None) -> World:
             f"SLURM_STEP_NUM_TASKS={tasks} on {nnodes} nodes: start one task on each node (srun --ntasks-per-node=1), "
             "it starts the ranks of its node itself"
         )
+    if in_step and nnodes > 1 and not {"SLURM_NODEID", "JETRL_NODE_RANK"} & env.keys():
+        problems.append("SLURM_NODEID is not set: the container keeps Slurm's variables out (pyxis hands them on)")
     if node_rank >= max(nnodes, 1):
         problems.append(f"node rank {node_rank} is outside a world of {nnodes} nodes")
 

@@ -61,6 +61,14 @@ def test_step_on_part_of_the_job_counts_its_own_nodes():
     assert world_from_env(env).nnodes == 2
 
 
+def test_container_that_hides_the_node_is_refused():
+    """`srun --container` of Slurm 22.05 does; every node would take itself for the first."""
+    hidden = {key: value for key, value in STEP.items() if key != "SLURM_NODEID"}
+    with pytest.raises(ConfigError, match="SLURM_NODEID is not set"):
+        world_from_env(hidden)
+    assert world_from_env(hidden | {"JETRL_NODE_RANK": "1"}).node_rank == 1
+
+
 def test_restart_and_override_change_the_port():
     assert job_port(STEP) != job_port(STEP | {"SLURM_RESTART_COUNT": "1"})
     assert all(FIRST_PORT <= job_port({"SLURM_JOB_ID": str(job)}) < FIRST_PORT + PORTS for job in (0, 1, 99_999_999))
