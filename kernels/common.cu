@@ -78,6 +78,22 @@ __device__ __forceinline__ uint4 load16_const(const void* at, bool ok) {
     return v;
 }
 
+// 16 bytes into this thread's own place in shared memory, without waiting; nothing where not `ok`.
+__device__ __forceinline__ void fetch16(uint4* to, const void* at, bool ok) {
+    const u32 place = (u32)__cvta_generic_to_shared(to);
+    if (ok) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(place), "l"(at) : "memory");
+}
+
+// Fetches come in groups: one for each call of `end_group`; at most `PENDING` groups are still on their way.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_groups() {
+    asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
+}
+
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
+
 __device__ __forceinline__ u32 load_acquire(const u32* at) {
     u32 v;
     asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");

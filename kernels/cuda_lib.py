@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 ARCHITECTURE = "sm_90a"
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class CudaError(RuntimeError):
@@ -49,6 +50,12 @@ def _nvrtc() -> ctypes.CDLL:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -138,10 +145,13 @@ def _context(device: int) -> ctypes.c_void_p:
 
 
 class Kernel:
-    """One `extern "C"` function of a source, for one set of macros, loaded once on each device."""
+    """One `extern "C"` function of a source, for one set of macros, loaded once on each device.
 
-    def __init__(self, source: str, name: str, macros: dict[str, int], threads: int):
-        self.source, self.name, self.macros, self.threads = source, name, macros, threads
+    threads: of a block. shared: bytes of its dynamic shared memory.
+    """
+
+    def __init__(self, source: str, name: str, macros: dict[str, int], threads: int, shared: int = 0):
+        self.source, self.name, self.macros, self.threads, self.shared = source, name, macros, threads, shared
         self._functions: dict[int, ctypes.c_void_p] = {}
 
     def _function(self, device: int) -> ctypes.c_void_p:
@@ -150,6 +160,8 @@ class Kernel:
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
             _check(_driver().cuModuleLoadData(ctypes.byref(module), image), f"loading {self.name}")
             _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()), self.name)
+            status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, self.shared)
+            _check(status, f"{self.shared} bytes of shared memory for {self.name}")
             self._functions[device] = function
         return self._functions[device]
 
@@ -165,6 +177,6 @@ class Kernel:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
         status = _driver().cuLaunchKernel(
-            self._function(index), blocks, 1, 1, self.threads, 1, 1, 0, stream, parameters, None
+            self._function(index), blocks, 1, 1, self.threads, 1, 1, self.shared, stream, parameters, None
         )
         return _check(status, f"launching {self.name}")

@@ -19,7 +19,7 @@ from jetrl_kernels.triton_lib import splitmix64
 _ROW_SEED = tl.constexpr(ROW_SEED)
 _COL_SEED = tl.constexpr(COL_SEED)
 WIDTH, ROWS, MOST, WARPS = 128, 16, 16, 4
-EACH, UNROLL = 32, 4
+EACH, UNROLL = 64, 8
 """Rows that a thread of the CUDA kernel goes down, and those that it loads at a time: measured best."""
 
 _PACK = struct.Struct("2P4q3I4x").pack

@@ -24,8 +24,8 @@ WARPS_TILE = 8
 PROGRAMS = 264
 """Blocks of the backward, each with a part of dW. A fixed number, so that the order of its sum does not depend on the
 machine: two for each multiprocessor of an H100 or H200."""
-PIECES = 2
-"""Pieces of 8 channels in a thread of the backward, while 1024 threads suffice: measured best."""
+PIECES, STAGES = 1, 3
+"""Pieces of 8 channels in a thread of the backward, while 1024 threads suffice; rows on their way and at work."""
 
 _PACK_BACKWARD = struct.Struct("7P2i").pack
 _PACK_SUM = struct.Struct("2P2i").pack
@@ -62,7 +62,7 @@ def _row_kernel(
     # Eight neighbours, always in one thread, are summed in order in FP32; the sums of eight in FP64, where the order
     # that the compiler picks anew for each variant of this kernel cannot show.
     eights = tl.sum(tl.reshape(value * value, (WIDTH // 8, 8)), axis=1)
-    mean = (tl.sum(eights.to(tl.float64), axis=0) / cols).to(tl.float32)
+    mean = (tl.sum(eights.to(tl.float64), axis=0) * (tl.full((), 1.0, tl.float64) / cols)).to(tl.float32)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     tl.store(rstd_ptr + row, rstd)
     if BF16 or ROW:
@@ -249,7 +249,8 @@ def _backward(cols: int, residual: bool) -> tuple[cuda_lib.Kernel, cuda_lib.Kern
     exact = cols == 256 * pieces * warps
     registers = 24 + 36 * pieces
     macros = {"PIECES": pieces, "WARPS": warps, "RESIDUAL": int(residual), "EXACT": int(exact), "POW2": 1}
-    macros["MIN_BLOCKS"] = max(1, 65536 // (32 * warps * registers))
+    macros |= {"STAGES": STAGES, "MIN_BLOCKS": max(1, 65536 // (32 * warps * registers))}
+    ring = STAGES * (2 + residual) * 512 * warps * pieces
     text = cuda_lib.source("rms_norm/statistics.cu", "rms_norm/backward.cu")
-    main = cuda_lib.Kernel(text, "norm_backward", macros, 32 * warps)
+    main = cuda_lib.Kernel(text, "norm_backward", macros, 32 * warps, ring)
     return main, cuda_lib.Kernel(text, "sum_parts", macros, 512)

@@ -26,8 +26,9 @@ RUN = 4
 """Token groups in a band of blocks that run together: measured best."""
 AHEAD = 3
 """Bands by which a norm's statistics run ahead of its tiles: enough that no tile waits, few enough for the L2."""
-PARTS = 16
-"""Blocks that share the statistics of a token group, as in the source."""
+PARTS, BATCH = 4, {False: 16, True: 8}
+"""Blocks that share the statistics of a token group; most pieces that a lane has on their way, without and with a
+residual: measured best."""
 THREADS = 256
 
 _PACK = struct.Struct("11P7q3I5if4x").pack
@@ -41,7 +42,7 @@ def _kernel(mode: str, policy: str, min_blocks: int, **macros: int) -> cuda_lib.
     names = ("ROW", "COL", "BF16OUT", "SOURCE", "RESIDUAL")
     switches = {name: int(macros.get(name, 0)) for name in names} | {"POW2": int(policy == "pow2"), "MODE": MODES[mode]}
     text = cuda_lib.source("rms_norm/statistics.cu", "tile_quant/tile_quant.cu")
-    numbers = {"MIN_BLOCKS": min_blocks, "RUN": macros.get("RUN", RUN), "AHEAD": macros.get("AHEAD", AHEAD)}
+    numbers = {"MIN_BLOCKS": min_blocks, "RUN": RUN, "AHEAD": AHEAD, "PARTS": PARTS, "BATCH": macros.get("BATCH", 1)}
     return cuda_lib.Kernel(text, "tile_quant", switches | numbers, THREADS)
 
 
@@ -95,7 +96,10 @@ def norm(
     inputs = _pointers(x=x, dy=residual, weight=weight, rstd=rstd, total=total, ready=ready)[:6]
     outputs = _pointers(bf16=bf16_out, codes=codes, scale=scale, codes_t=codes_t, scale_t=scale_t)[6:]
     numbers = (cols, cols, scale_stride, t_stride, 0, 0, 0, 0, 0, 0, rows, cols, 0, tiles_t, tiles_c, eps)
-    kernel = _kernel("norm", policy, MIN_BLOCKS["norm"], ROW=row, COL=1, BF16OUT=bf16, RESIDUAL=residual is not None)
+    pieces = -(-cols // 256)  # in a lane, of a row
+    batch = -(-pieces // -(-pieces // BATCH[residual is not None]))
+    switches = {"ROW": row, "COL": 1, "BF16OUT": bf16, "RESIDUAL": residual is not None, "BATCH": batch}
+    kernel = _kernel("norm", policy, MIN_BLOCKS["norm"], **switches)
     bands = -(-tiles_t // RUN) + AHEAD
     kernel.launch(bands * RUN * (PARTS + tiles_c), _PACK(*inputs, *outputs, *numbers), x.device)
     return out, total, rstd
