@@ -79,6 +79,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_runs(desk: Path, command: str):
     for pattern, where in ELSEWHERE.items():
@@ -95,7 +96,7 @@ def test_command_runs(desk: Path, command: str):
             shutil.copytree(desk / "outputs/tiny_cpu_jetrl", desk / f"outputs/tiny_cpu_{mode}")
     env = os.environ | {"HOME": str(desk / "home"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     env.pop("XDG_CONFIG_HOME", None)
-    result = subprocess.run(["bash", "-c", line], cwd=desk, env=env, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(["bash", "-c", line], cwd=desk, env=env, capture_output=True, text=True, timeout=1400)
     assert result.returncode == 0, f"{line}\n{result.stdout[-3000:]}{result.stderr[-3000:]}"
 
 
