@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def launch(task: str, config: Config, output: Path) -> int:
             said = f"{config.parallel.nodes} nodes train and {hosts} sample, and this job has {world.nnodes}"
             raise ConfigError([f"rollout.nodes: {said}"])
         if world.node_rank >= config.parallel.nodes:
-            return run_host(output, world.node_rank)
+            return run_hosts(config, output, world.node_rank)
         world = world._replace(nnodes=config.parallel.nodes)
     # Spinning threads of ranks and engine starve each other on few cores: 273 ms for a layer that takes 1.5.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -57,21 +58,31 @@ def launch(task: str, config: Config, output: Path) -> int:
     return run_ranks(command, world, ranks, config.train.timeout_s, output, one_node=world.nnodes == 1 and not hosts)
 
 
-def run_host(output: Path, node: int) -> int:
-    """Run the host process of a node that only samples, and wait. One that dies is replaced, `HOST_STARTS` in all.
+def run_hosts(config: Config, output: Path, node: int) -> int:
+    """Run the host processes of a node that only samples, and wait. When one dies all are replaced, `HOST_STARTS` in
+    all: they drive engines together.
 
     Raises:
-        RunFailed: the last one failed.
+        RunFailed: also the last ones failed.
     """
+    import torch
+
+    gpu = config.train.device != "cpu" and torch.cuda.is_available()
     command = [sys.executable, "-m", "jetrl_megatron.rollout.host", str(output), str(node)]
-    code = 0
+    codes: list[int] = []
     for _ in range(HOST_STARTS):
         with signals.relay():  # Slurm's signal is for the trainers; this node ends when they say so
-            code = subprocess.run(command).returncode
-        if code == 0:
+            running = [subprocess.Popen([*command, str(i)]) for i in range(config.rollout.tp if gpu else 1)]
+            while not any(code := [p.poll() for p in running if p.poll()]) and any(p.poll() is None for p in running):
+                time.sleep(0.2)
+            if code:
+                for process in running:
+                    process.kill()
+            codes = [process.wait() for process in running]
+        if not any(codes):
             return 0
-        print(f"host process of node {node} ended with {code}", file=sys.stderr, flush=True)
-    raise RunFailed(f"the host process of node {node} failed {HOST_STARTS} times, at last with {code}")
+        print(f"host processes of node {node} ended with {codes}", file=sys.stderr, flush=True)
+    raise RunFailed(f"the host processes of node {node} failed {HOST_STARTS} times, at last with {codes}")
 
 
 def run_ranks(

@@ -130,6 +130,15 @@ def gpus(config: Config) -> int:
     return max(world, rollout) if config.rollout.colocated else world + rollout
 
 
+def gpus_per_node(config: Config) -> int:
+    """GPUs of the node that needs most, as Slurm is asked for them; 0 on CPU."""
+    if on_cpu(config):
+        return 0
+    p, r = config.parallel, config.rollout
+    training, sampling = p.world_size // p.nodes, -(-r.replicas // (r.nodes or p.nodes)) * r.tp
+    return training + sampling if not r.nodes and not r.colocated else max(training, sampling)
+
+
 def memory(config: Config, gpu: Gpu | None, spec: ModelSpec | None = None) -> Memory:
     """Memory of the fullest GPU. `gpu` may be None for a recipe that runs on a CPU.
 
@@ -243,7 +252,7 @@ def _tile_problems(config: Config, spec: ModelSpec, src: Layout, dst: Layout) ->
 
 
 def _placement_problems(config: Config, spec: ModelSpec, src: Layout) -> Iterator[str]:
-    p, r = config.parallel, config.rollout
+    p = config.parallel
     if src.world != p.world_size:
         yield f"parallel.ep: {src} needs {src.world} ranks, tp x pp x cp x dp is {p.world_size}"
     if spec.num_experts and config.precision.mode != "bf16":
@@ -252,20 +261,30 @@ def _placement_problems(config: Config, spec: ModelSpec, src: Layout) -> Iterato
         yield f"parallel.nodes: {p.world_size} ranks do not divide over {p.nodes} nodes"
     if on_cpu(config):
         return
-    total, sampling = gpus(config), r.tp * r.replicas
-    if total > p.nodes * GPUS_PER_NODE:
-        yield f"parallel.nodes: {total} GPUs do not fit into {p.nodes} nodes of {GPUS_PER_NODE}"
-    if total % p.nodes:
-        yield f"parallel.nodes: {total} GPUs do not divide over {p.nodes} nodes"
-    if r.colocated and sampling > p.world_size:
-        yield f"rollout: {r.replicas} replicas of tp={r.tp} need {sampling} GPUs, the trainer has {p.world_size}"
-    if sampling > GPUS_PER_NODE:
-        yield (
-            f"rollout: {r.replicas} replicas of tp={r.tp} need {sampling} GPUs; all engines run on the first node, "
-            f"which has {GPUS_PER_NODE}"
-        )
+    if p.world_size % p.nodes == 0:
+        yield from _node_problems(config)
     if p.tp > GPUS_PER_NODE:
         yield f"parallel.tp: {p.tp} is more than the {GPUS_PER_NODE} GPUs of a node"
+
+
+def _node_problems(config: Config) -> Iterator[str]:
+    """What does not fit on a node, replicas spread evenly over the nodes that sample."""
+    p, r = config.parallel, config.rollout
+    training, sampling = p.world_size // p.nodes, -(-r.replicas // (r.nodes or p.nodes)) * r.tp
+    replicas = f"rollout: {r.replicas} replicas of tp={r.tp} on {r.nodes or p.nodes} nodes need {sampling} GPUs of one"
+    if training > GPUS_PER_NODE:
+        yield f"parallel.nodes: {p.world_size} GPUs do not fit into {p.nodes} nodes of {GPUS_PER_NODE}"
+    if r.nodes:
+        if r.colocated:
+            yield "rollout.nodes: engines on nodes of their own share no trainer's GPU, set rollout.colocated=false"
+        if r.replicas < r.nodes:
+            yield f"rollout.nodes: {r.replicas} replicas leave some of {r.nodes} nodes without work"
+        if sampling > GPUS_PER_NODE:
+            yield f"{replicas}, which has {GPUS_PER_NODE}"
+    elif r.colocated and sampling > training:
+        yield f"{replicas}, the trainer has {training} there"
+    elif not r.colocated and training + sampling > GPUS_PER_NODE:
+        yield f"{replicas} beside the trainer's {training}, and it has {GPUS_PER_NODE}"
 
 
 def _memory_problems(config: Config, gpu: Gpu, m: Memory) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Run:
             self.pool: Any = None
             self.sampler: Any = None
             self.metrics: Any = None
-            places, fp8 = Places.here(config), fp8_tensors(spec, config)
+            places, fp8 = Places.here(config, self.device.type == "cuda"), fp8_tensors(spec, config)
             # First of all: an engine takes longer to start than everything below.
             engines = replicas(self.model_dir, config, fp8, self.output, self.device, places)
             self.pool = stack.enter_context(engines)

@@ -16,7 +16,6 @@ from jetrl_megatron.config import (
     RolloutConfig,
     TrainConfig,
 )
-from jetrl_megatron.hardware import GPUS_PER_NODE
 
 PROMPT = 1024
 """Tokens left for the prompt beside the longest answer."""
@@ -49,7 +48,7 @@ def deepmath() -> DataConfig:
 def on_h100(
     model: str, *, answer: int, data: DataConfig, parallel: ParallelConfig, rollout_tp: int, utilization: float
 ) -> Config:
-    """GRPO on whole H100 nodes, engines on the trainers' GPUs.
+    """GRPO on whole H100 nodes, engines on the trainers' GPUs, on every node.
 
     Args:
         model: name of the released model; expected in models/ of the repository (a link to the site's folder will do).
@@ -61,8 +60,7 @@ def on_h100(
         parallel=parallel,
         rollout=RolloutConfig(
             tp=rollout_tp,
-            # All engines run on the first node until engines of other nodes can be driven.
-            replicas=min(parallel.world_size, GPUS_PER_NODE) // rollout_tp,
+            replicas=parallel.world_size // rollout_tp,
             max_response_tokens=answer,
             max_num_seqs=256,
             max_num_batched_tokens=8192,

@@ -54,6 +54,7 @@ def examine(config: Config | None) -> tuple[list[Check], list[Variable]]:
         found += checks.backends(config, gpu)
         say("kernels")
         found += checks.kernels(gpu)
+        found += checks.refit(config, gpu)
         variables = checks.variables(gpu)
         found += checks.agreement(variables, config)
     return found, variables

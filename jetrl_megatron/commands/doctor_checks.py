@@ -239,6 +239,46 @@ def _slurm() -> Check:
     )
 
 
+def refit(config: Config | None, gpu: bool) -> Iterator[Check]:
+    """The way that weights take from trainers to engines, for each kind of pair, and why."""
+    from jetrl_megatron.refit.transports import m2n
+
+    if config is not None:
+        yield from _ways(config, gpu)
+    else:
+        same, other = ("cuda-ipc", "nccl") if gpu else ("shm", "gloo")
+        yield Check("refit", same, "ok", "trainer and engine on one node")
+        yield Check("refit", other, "ok", "trainer and engine on two nodes (with a recipe: which of them are)")
+    found, why = m2n()
+    yield Check("refit", "nccl.m2n", "note" if found else "off", why)
+
+
+def _ways(config: Config, gpu: bool) -> Iterator[Check]:
+    from jetrl_conversion.layout import Layout
+    from jetrl_conversion.planner import plan_reshard
+    from jetrl_megatron.layouts import rollout_layout, trainer_layout
+    from jetrl_megatron.memory import spec_of
+    from jetrl_megatron.refit.places import Places
+    from jetrl_megatron.refit.transports import Ways
+
+    places = Places.of(config, max(1, config.parallel.world_size // config.parallel.nodes), gpu)
+    target = Layout("vllm", tp=rollout_layout(config).tp, dp=len(places.copies))
+    try:
+        nodes = (places.trainers, places.destinations)
+        plan = plan_reshard(spec_of(config), trainer_layout(config), target, nodes=nodes)
+    except ValueError as error:
+        yield Check("refit", "plan", "fail", str(error))
+        return
+    ways, said = Ways(plan, places, "cuda" if gpu else "cpu"), set()
+    for dst in range(target.world):
+        for src in sorted({t.src_rank for t in plan.receives(dst)}):
+            pair, way = (places.trainers[src], places.destinations[dst]), ways.of(src, dst)
+            if pair not in said:
+                said.add(pair)
+                who = f"trainers of node {pair[0]} to engines of node {pair[1]}"
+                yield Check("refit", way.name, "ok", f"{who}: {way.reason}")
+
+
 def kernels(gpu: bool) -> Iterator[Check]:
     """Run the FP8 linear here: a row alone equals the same row in a batch, on a GPU also the CPU reference's bytes."""
     import torch

@@ -48,23 +48,25 @@ def list_text() -> str:
 
 
 def on_nodes(config: Config, nodes: int) -> Config:
-    """The same recipe on another number of whole nodes: data parallel ranks fill them, engines the first one.
+    """The same recipe on another number of whole nodes: data parallel ranks fill them, and so do engines.
 
     Raises:
-        ConfigError: the trainer's ranks do not fill the nodes, or the engines' the first.
+        ConfigError: the trainer's ranks, or the engines', do not fill the nodes.
     """
-    if nodes == config.parallel.nodes:
+    if nodes == config.nodes:
         return config
     p, total = config.parallel, nodes * GPUS_PER_NODE
     inner = p.tp * p.pp * p.cp
     if on_cpu(config):
         raise ConfigError(["--nodes: this recipe runs on a CPU; nodes of GPUs are what is estimated"])
+    if config.rollout.nodes:
+        raise ConfigError(["--nodes: engines have nodes of their own; set parallel.nodes, parallel.dp, rollout.nodes"])
     wrong = [f"--nodes: {total} GPUs do not divide by tp x pp x cp = {inner}"] if total % inner else []
     if GPUS_PER_NODE % config.rollout.tp:
         wrong.append(f"--nodes: {GPUS_PER_NODE} GPUs of a node do not divide by rollout.tp = {config.rollout.tp}")
     if wrong:
         raise ConfigError(wrong)
-    replicas = GPUS_PER_NODE // config.rollout.tp
+    replicas = total // config.rollout.tp
     sizes = {"parallel.nodes": nodes, "parallel.dp": total // inner, "rollout.replicas": replicas}
     return apply_overrides(config, [f"{key}={value}" for key, value in sizes.items()])
 
@@ -75,7 +77,7 @@ def report(config: Config, device: Gpu) -> str:
     spec = spec_of(config)
     p, r = config.parallel, config.rollout
     count = gpus(config)
-    place = f"{count} x {device.name.upper()} on {p.nodes} node(s)" if count else "CPU"
+    place = f"{count} x {device.name.upper()} on {config.nodes} node(s)" if count else "CPU"
     head = [
         f"{config.name}: {config.model.path.rsplit('/', 1)[-1]}, {config.precision.mode}, {place}",
         f"  trainer tp={p.tp} pp={p.pp} cp={p.cp} dp={p.dp}, engines {r.replicas} x tp={r.tp}, "

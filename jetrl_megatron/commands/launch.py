@@ -26,7 +26,7 @@ from jetrl_megatron import site as sites
 from jetrl_megatron.config import ConfigError, apply_overrides
 from jetrl_megatron.env_list import REPO, effective
 from jetrl_megatron.hardware import gpu
-from jetrl_megatron.memory import gpus, problems, spec_of, training_problems
+from jetrl_megatron.memory import gpus, gpus_per_node, problems, spec_of, training_problems
 from jetrl_megatron.site import Site
 
 ExecutorName = Literal["local", "slurm"]
@@ -73,8 +73,7 @@ def make_job(
     if site and site.paths.models and path.parts[:1] == ("models",):
         extra = ["--set", f"model.path={Path(site.paths.models, *path.parts[1:])}"]
     found += problems(config, gpu(device)) + training_problems(spec_of(config))
-    nodes = config.parallel.nodes
-    per_node = gpus(config) // nodes
+    nodes, per_node = config.nodes, gpus_per_node(config)
     if site and per_node > site.slurm.gpus_per_node:
         found.append(
             f"parallel.nodes: {gpus(config)} GPUs on {nodes} nodes are {per_node} a node, "

@@ -1,14 +1,14 @@
 """Who is where: nodes of trainer ranks and replicas, and who receives the bytes of each node's engines.
 
 Replicas on one node share one set of bytes, a *copy* of the model: one landing place for each of a replica's ranks.
-Trainer ranks of the node receive it or, on a node without trainers, that node's host process
-(`jetrl_megatron.rollout.host`). Trainer ranks and host processes are the *members* of a refit, numbered in this order.
+Trainer ranks of the node receive it or, on a node without trainers, that node's host processes
+(`jetrl_megatron.rollout.host`): one, or on GPUs one for each rank of a replica, so that every network adapter takes its
+part. Trainer ranks and host processes are the *members* of a refit, numbered in this order.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,26 +22,28 @@ class Places:
         trainers: node of each trainer rank.
         replicas: node of each replica.
         tp: ranks of one replica.
+        hosts_per_node: host processes of a node without trainers.
     """
 
     trainers: tuple[int, ...]
     replicas: tuple[int, ...]
     tp: int
+    hosts_per_node: int = 1
 
     @staticmethod
-    def of(config: Config, ranks_per_node: int) -> Places:
+    def of(config: Config, ranks_per_node: int, gpu: bool = False) -> Places:
         """Places of a run: trainer ranks fill nodes in order, replicas are spread evenly over the nodes that sample."""
         trainers = tuple(rank // ranks_per_node for rank in range(config.parallel.world_size))
         first = trainers[-1] + 1
         nodes = range(first, first + config.rollout.nodes) if config.rollout.nodes else range(first)
         count = config.rollout.replicas
-        return Places(trainers, tuple(nodes[i * len(nodes) // count] for i in range(count)), config.rollout.tp)
+        replicas, tp = tuple(nodes[i * len(nodes) // count] for i in range(count)), config.rollout.tp
+        return Places(trainers, replicas, tp, tp if gpu else 1)
 
     @staticmethod
-    def here(config: Config, env: Mapping[str, str] | None = None) -> Places:
+    def here(config: Config, gpu: bool = False) -> Places:
         """Places of the run that this torchrun rank belongs to."""
-        env = os.environ if env is None else env
-        return Places.of(config, int(env.get("LOCAL_WORLD_SIZE", config.parallel.world_size)))
+        return Places.of(config, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size)), gpu)
 
     @cached_property
     def copies(self) -> tuple[int, ...]:
@@ -50,8 +52,9 @@ class Places:
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
-        """Nodes with replicas and no trainers."""
-        return tuple(node for node in self.copies if node not in self.trainers)
+        """Node of each host process."""
+        nodes = (node for node in self.copies if node not in self.trainers)
+        return tuple(node for node in nodes for _ in range(self.hosts_per_node))
 
     @property
     def members(self) -> int:
@@ -67,7 +70,7 @@ class Places:
         node = self.destinations[dst_rank]
         if node in self.trainers:
             return self.trainers.index(node) + dst_rank % self.tp % self.trainers.count(node)
-        return len(self.trainers) + self.hosts.index(node)
+        return len(self.trainers) + self.hosts.index(node) + dst_rank % self.tp % self.hosts_per_node
 
     def node(self, member: int) -> int:
         count = len(self.trainers)

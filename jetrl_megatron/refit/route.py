@@ -53,9 +53,8 @@ class Route:
     def reached(self) -> set[int]:
         """Nodes with replicas that take part."""
         ranks = len(self.places.trainers)
-        return {n for n in self.places.copies if n not in self.places.hosts} | {
-            self.places.node(m) for m in self._members if m >= ranks
-        }
+        missing = {self.places.node(m) for m in range(ranks, self.places.members) if m not in self._members}
+        return set(self.places.copies) - missing
 
     def move(self, tensors: Mapping[str, Tensor], version: int, chunk: int) -> Moved:
         """Bring one chunk of a version to all landing places; a second attempt, over new connections, if one fails.
@@ -106,10 +105,10 @@ class Route:
             return []
         segments: dict[int, str] = {}
         members = list(range(len(self.places.trainers)))
-        for node, host in self.hosts.items():
+        for number, host in self.hosts.items():
             held = host.segments()
             if held is not None:
-                members.append(len(self.places.trainers) + self.places.hosts.index(node))
+                members.append(number)
                 segments |= held
         box: list[Any] = [(tuple(members), segments)]
         dist.broadcast_object_list(box, src=0)
@@ -143,8 +142,8 @@ class Route:
     def _together(self, method: str, arguments: tuple, mine) -> list[tuple[Any, str]]:
         """Result and complaint of every trainer rank while the hosts do their part; theirs are rank 0's."""
         problems, asked = [], []
-        for node, host in self.hosts.items():
-            if node in self.reached:
+        for number, host in self.hosts.items():
+            if number in self._members:
                 try:
                     host.begin(method, *arguments)
                     asked.append(host)

@@ -66,7 +66,7 @@ class RefitSender:
     def __init__(self, trainer: Trainer, pool: EnginePool | None, places: Places | None = None):
         config, spec = trainer.config, trainer.spec
         self.trainer, self.pool, self.rank = trainer, pool, dist.get_rank()
-        self.layout, self.places = trainer_layout(config), places or Places.here(config)
+        self.layout, self.places = trainer_layout(config), places or Places.here(config, trainer.device.type == "cuda")
         self.fp8 = fp8_tensors(spec, config) if config.precision.mode != "bf16" else set()
         self.member = Member(
             spec, self.layout, rollout_layout(config), self.fp8, self.places, self.rank, trainer.device, config.refit

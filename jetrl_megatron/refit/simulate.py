@@ -71,6 +71,7 @@ def simulate(
         tuple(rank // gpus_per_node for rank in range(world)),
         tuple(first + i // per_node for i in range(replicas)),
         tp,
+        tp,
     )
     target = Layout("vllm", tp=replica.tp, ep=replica.ep, dp=len(places.copies))
     plan = plan_reshard(spec, source, target, nodes=(places.trainers, places.destinations))
@@ -81,7 +82,8 @@ def simulate(
         readers = [node * gpus_per_node + r * tp + number for r in range(len(places.on(node)))]
         far = {places.trainers[t.src_rank] for t in plan.receives(dst)} - {node}
         # Where anything comes from elsewhere, all of it lands on one GPU, from which the node's replicas read.
-        landing = readers[0] if node in places.trainers else node * gpus_per_node
+        member = places.receiver(dst)
+        landing = member if member < world else node * gpus_per_node + number
         for transfer in plan.receives(dst):
             at = places.trainers[transfer.src_rank]
             here = [landing] if far else readers

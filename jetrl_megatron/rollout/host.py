@@ -1,6 +1,7 @@
-"""A node that only samples: `python -m jetrl_megatron.rollout.host OUTPUT NODE`, started there by the launcher.
+"""A node that only samples: `python -m jetrl_megatron.rollout.host OUTPUT NODE INDEX`, started there by the launcher.
 
-It receives that node's copy of the weights as a member of the refit, and drives the node's engines as their agent.
+It receives that node's copy of the weights as a member of the refit. The node's first host process also drives its
+engines, as their agent.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Host:
         self.member.close()
 
 
-def main(output: Path, node: int) -> int:
+def main(output: Path, node: int, index: int) -> int:
     """Serve until the first trainer rank says `close`. 1 if it went away without that."""
     # Slurm signals every process of a job: this one must live until the trainers have saved.
     signals.ignore()
@@ -70,12 +71,13 @@ def main(output: Path, node: int) -> int:
     def address() -> Address:
         return Address.read(output)
 
-    engines = engines_on(node, Path(config.model.path), config, fp8, output, device, places)
+    model = Path(config.model.path)
+    engines = engines_on(node, model, config, fp8, output, device, places) if index == 0 else []
     agent = Agent(engines, address, wait)
-    number = len(places.trainers) + places.hosts.index(node)
+    number = len(places.trainers) + places.hosts.index(node) + index
     host = Host(Member(spec, trainer_layout(config), rollout_layout(config), fp8, places, number, device, config.refit))
     try:
-        closed = serve(host, METHODS, connect(address, ("host", node), wait))
+        closed = serve(host, METHODS, connect(address, ("host", number), wait))
     finally:
         agent.close()
         host.close()
@@ -85,7 +87,7 @@ def main(output: Path, node: int) -> int:
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]), int(sys.argv[2]))
+    status = main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of gloo and of agents may still run; nothing is left to be saved.

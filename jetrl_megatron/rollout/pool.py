@@ -95,7 +95,7 @@ class EnginePool:
 
     Args:
         hub: where agents of other nodes connect to; None if all replicas are here.
-        hosts: host processes of nodes without trainers, by node.
+        hosts: host processes of nodes without trainers, by their numbers as members of a refit.
     """
 
     def __init__(
@@ -129,7 +129,9 @@ class EnginePool:
         if places.hosts:
             hub.publish(output)
         engines = [here.get(i) or RemoteEngine(i, node, hub, config) for i, node in enumerate(places.replicas)]
-        return EnginePool(engines, hub, {node: RemoteHost(node, hub, config) for node in places.hosts})
+        first = len(places.trainers)
+        hosts = {first + i: RemoteHost(first + i, node, hub, config) for i, node in enumerate(places.hosts)}
+        return EnginePool(engines, hub, hosts)
 
     @property
     def serving(self) -> list[RolloutEngine | RemoteEngine]:

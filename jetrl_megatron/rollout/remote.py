@@ -46,7 +46,7 @@ class Address(NamedTuple):
 
 
 Name = tuple[str, int]
-"""("engine", replica) or ("host", node)."""
+"""("engine", replica) or ("host", member)."""
 
 
 def dial(address: Address, name: Name) -> Connection:
@@ -253,11 +253,11 @@ class RemoteEngine:
 
 
 class RemoteHost:
-    """The host process of a node without trainers: the receiver of that node's copy."""
+    """A host process of a node without trainers: a receiver of that node's copy."""
 
-    def __init__(self, node: int, hub: Hub, config: Config):
-        self.node, self.timeout_s = node, config.refit.timeout_s + MARGIN_S
-        self._remote = Remote(("host", node), node, hub, config.rollout.start_timeout_s)
+    def __init__(self, member: int, node: int, hub: Hub, config: Config):
+        self.timeout_s = config.refit.timeout_s + MARGIN_S
+        self._remote = Remote(("host", member), node, hub, config.rollout.start_timeout_s)
 
     def segments(self) -> dict[int, str] | None:
         """Its landing places by destination rank, or None if it is not there (any more)."""

@@ -81,7 +81,7 @@ def test_logits_chunk_is_the_kernels():
         (["parallel.nodes=3"], "8 ranks do not divide over 3 nodes"),
         (
             ["rollout.tp=16", "rollout.replicas=1"],
-            "1 replicas of tp=16 need 16 GPUs; all engines run on the first node",
+            "1 replicas of tp=16 on 1 nodes need 16 GPUs of one, the trainer has 8 there",
         ),
         (["model.path=Qwen3-9B"], "no known model; did you mean Qwen3-8B"),
         (["model.path=Qwen2.5-0.5B", "parallel.tp=2", "parallel.dp=4"], "tiles break in megatron"),
@@ -123,7 +123,7 @@ def test_fp8_is_faster_in_both_phases():
 def test_more_nodes_take_less_time(capsys: pytest.CaptureFixture[str]):
     config = registry.get("qwen3_8b_base_8k_jetrl")
     two = estimate.on_nodes(config, 2)
-    assert (two.parallel.dp, two.rollout.replicas, two.parallel.nodes) == (4, 8, 2)
+    assert (two.parallel.dp, two.rollout.replicas, two.parallel.nodes) == (4, 16, 2)
     assert step_time.step_time(two, H100).total < step_time.step_time(config, H100).total
     estimate.run("qwen3_8b_base_8k_jetrl", nodes=2, device="h200")
     out = capsys.readouterr().out

@@ -87,9 +87,13 @@ class Watched(Host):
         arm(die)
 
 
+def number(node: int) -> int:
+    return 2 + PLACES.hosts.index(node)
+
+
 def host(node: int, address, delta: bool, queue) -> None:
-    watched = Watched(member(2 + PLACES.hosts.index(node), delta))
-    connection = connect(lambda: address, ("host", node), 30)
+    watched = Watched(member(number(node), delta))
+    connection = connect(lambda: address, ("host", number(node)), 30)
     queue.put(("closed", node, serve(watched, METHODS | {"digests", "die_next"}, connection)))
     queue.close()
     queue.join_thread()
@@ -101,12 +105,12 @@ class Lead:
     def __init__(self, hub: Hub, delta: bool):
         config = Config(refit=RefitConfig(timeout_s=TIMEOUT_S))
         config.rollout.start_timeout_s = 30.0
-        self.pool = EnginePool([], hub, {node: RemoteHost(node, hub, config) for node in PLACES.hosts})
+        self.pool = EnginePool([], hub, {number(n): RemoteHost(number(n), n, hub, config) for n in PLACES.hosts})
         self.route = Route(member(0, delta), self.pool)
 
     def ask(self, node: int, method: str, *arguments):
-        self.pool.hosts[node].begin(method, *arguments)
-        return self.pool.hosts[node].finish(method)
+        self.pool.hosts[number(node)].begin(method, *arguments)
+        return self.pool.hosts[number(node)].finish(method)
 
     def held(self) -> dict[int, int]:
         """Node -> which version its landing place holds whole, -1 for none; of the nodes that take part."""
@@ -136,7 +140,7 @@ def survive(rank: int, address: str, spaces: Namespaces, port: int, delta: bool,
             lead.ask(2, "die_next")
         if version == 2:
             orders.put("replace")
-            lead.pool.hosts[2]._remote.start_timeout_s = 30.0
+            lead.pool.hosts[number(2)]._remote.start_timeout_s = 30.0
         if version == 3 and spaces.count:
             arm(lambda: spaces.link(2, "down"))
         started = time.monotonic()

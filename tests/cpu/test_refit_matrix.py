@@ -46,8 +46,9 @@ class Case(NamedTuple):
     def places(self) -> Places:
         """Replicas on nodes of their own where processes are left for their hosts, else on the trainers' nodes."""
         ranks = self.source.world
-        if ranks + self.replicas <= WORLD:
-            return Places((0,) * ranks, tuple(range(1, self.replicas + 1)), self.rollout_tp)
+        for hosts in (self.rollout_tp, 1):
+            if ranks + self.replicas * hosts <= WORLD:
+                return Places((0,) * ranks, tuple(range(1, self.replicas + 1)), self.rollout_tp, hosts)
         return Places(tuple(r * NODES // ranks for r in range(ranks)), tuple(range(self.replicas)), self.rollout_tp)
 
 
