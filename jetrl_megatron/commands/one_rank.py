@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import torch
@@ -14,15 +13,12 @@ from jetrl_megatron.config import Config
 
 def join() -> None:
     """Set what torchrun would have set, for a world of one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",  # whichever is free: nobody else has to find it
     }
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

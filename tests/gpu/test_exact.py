@@ -50,7 +50,7 @@ def test_log_probs_are_those_of_vllms_sampler(vocab: int, temperature: float) ->
     rows = 257
     z = (_heavy(rows, vocab, seed=2).float() * 3).clamp_(-80, 80)
     targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(0)).cuda()
-    ours = kernel.token_logprob(z, targets, temperature)
+    ours = kernel.token_logprob(z.clone(), targets, temperature)
     apply_temperature(z, torch.zeros(rows, dtype=torch.int32, device="cuda"), torch.tensor([temperature]).cuda())
     assert torch.equal(ours, compute_token_logprobs(z, targets[:, None]).squeeze(1))
     want = z.double().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
