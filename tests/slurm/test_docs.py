@@ -25,7 +25,7 @@ def test_sbatch_lines(slurm: Cluster):
 
 def test_bench_job(slurm: Cluster, shared: Path):
     """What needs no GPU is measured instead."""
-    line = line_of("bench.sbatch").replace("rollout models/Qwen3-8B", f"convert --gb 0.02 --folder {shared}/work")
+    line = line_of("bench.sbatch").replace("rollout models/Qwen3-8B", f"convert --gb 0.02 --folder {shared}")
     log = shared / "log"
     env = {"JETRL_RUN_DIR": str(shared / "run")}
     job = slurm.run(*sbatch(line, f"--output={log}"), cwd=REPO, env=env).stdout.strip()
