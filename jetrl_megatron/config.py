@@ -108,7 +108,7 @@ class RefitConfig:
     timeout_s: float = 120.0
     """Longest wait for a peer in a transfer between nodes; the transfer is then tried once more."""
     delta: bool = False
-    """Send between nodes only the 128-byte strips that changed since the last version."""
+    """Send between nodes only what changed since the last version (docs/refit.md)."""
 
 
 @dataclass(kw_only=True)

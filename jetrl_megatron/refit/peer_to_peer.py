@@ -3,7 +3,7 @@
 A pack is copied into one of two buffers while the pack before it is on the wire, and likewise at the receiving end, so
 copying and sending overlap, and no member needs more buffer memory than `refit.staging_mib`.
 
-With `refit.delta` each sender keeps what it sent. Of each pack it first sends which strips of 128 bytes have changed
+With `refit.delta` each sender keeps what it sent. Of each pack it first sends which strips of 32 bytes have changed
 (one byte each), then only those; the whole pack where they are more than nine in ten.
 """
 
