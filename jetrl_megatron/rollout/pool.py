@@ -186,7 +186,7 @@ class EnginePool:
         answers: dict[int, Completion] = {}
         while len(answers) < len(prompts):
             engines, todo = self.serving, [i for i in range(len(prompts)) if i not in answers]
-            share = -(-len(todo) // len(engines))
+            share = -(-len(todo) // max(1, len(engines)))
             parts = {e.replica: todo[n * share : (n + 1) * share] for n, e in enumerate(engines)}
 
             def part(engine: RolloutEngine | RemoteEngine, parts=parts) -> list[Completion]:
