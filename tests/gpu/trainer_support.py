@@ -42,7 +42,8 @@ def trainer_of(model: Path, *overrides: str) -> Iterator:
     try:
         yield trainer
     finally:
-        del trainer
+        # The caller's name for it lives on, and models hold themselves in cycles.
+        vars(trainer).clear()
         gc.collect()
         torch.cuda.empty_cache()
 
