@@ -121,7 +121,7 @@ class EnginePool:
     ) -> EnginePool:
         """`rollout.replicas` engines for this model, not started yet; logs go into `output`. All on this node unless
         `places` says otherwise."""
-        places = places or Places.of(config, config.parallel.world_size)
+        places = places or Places((0,), (0,) * config.rollout.replicas, config.rollout.tp)
         here = {e.replica: e for e in engines_on(0, model_dir, config, quantized, output, device, places)}
         if set(places.replicas) == {0}:
             return EnginePool(list(here.values()))
