@@ -17,11 +17,13 @@ from typing import Any
 
 from jetrl_megatron import signals
 
+LATE = re.compile(r"Socket Timeout|Timed out waiting \d+ms for")
+"""What a rank says that waited too long for another."""
 CONSEQUENCE = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|remote process exited|Socket Timeout|"
-    r"Timed out waiting \d+ms for|torch\.distributed\.DistNetworkError|Connection refused"
+    r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|remote process exited|"
+    rf"torch\.distributed\.DistNetworkError|Connection refused|{LATE.pattern}"
 )
-"""What a rank says whose partner has gone."""
+"""What a rank says whose partner has gone, or does not answer."""
 
 
 def is_consequence(exitcode: int, text: str) -> bool:
@@ -50,9 +52,15 @@ def write(run_folder: Path, node_rank: int, failures: Mapping[int, Any]) -> tupl
     Returns:
         (rank, failure) of the one recorded.
     """
-    rank, failure = min(
-        failures.items(), key=lambda item: (is_consequence(item[1].exitcode, _text(item[1])), item[1].timestamp)
-    )
+    # Then nobody had died before: it is torchrun that killed the one that was waited for.
+    waited = any(LATE.search(_text(f)) for f in failures.values())
+
+    def order_of(failure: Any) -> tuple[int, int]:
+        if waited and failure.exitcode == -signal.SIGKILL:
+            return 2, failure.timestamp
+        return int(is_consequence(failure.exitcode, _text(failure))), failure.timestamp
+
+    rank, failure = min(failures.items(), key=lambda item: order_of(item[1]))
     text = _text(failure)
     job = f"{os.environ.get('SLURM_JOB_ID', 'local')}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
     order = f"{int(is_consequence(failure.exitcode, text))}-{failure.timestamp}-node{node_rank}"

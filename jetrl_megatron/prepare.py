@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jetrl_megatron import signals
 from jetrl_megatron.config import Config, ConfigError
 
 TINY = "tiny"
@@ -172,6 +173,9 @@ def warm_start(config: Config, source: Path, final: Path) -> None:
     """Supervised training from `source` into the Hugging Face folder `final`, in BF16 whatever the recipe's mode.
 
     All precision modes start from the same weights, so that what differs between their runs is the mode.
+
+    Raises:
+        SystemExit: asked to stop meanwhile; the model is finished first, it takes minutes and is kept.
     """
     from jetrl_megatron.launcher import launch
     from jetrl_megatron.sft import MODEL
@@ -186,6 +190,8 @@ def warm_start(config: Config, source: Path, final: Path) -> None:
         launch("sft", task, work)
         if not final.exists():  # another process may have made the same one meanwhile
             (work / MODEL).rename(final)
+        if signals.stop_requested():
+            raise SystemExit(signals.REQUEUE_EXIT_CODE)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -5,8 +5,8 @@ preemption or `scancel`. Depending on the site's process tracking it reaches the
 process of the task, engines included. So each kind of process says what it does:
 
 launcher (`jetrl train` on each node)   `with relay() as env:` turns a signal into a file that its ranks look for, and
-                                        starts torchrun with `preexec_fn=ignore` and `--signals-to-handle SIGINT`
-                                        (torchrun's own SIGTERM handler would kill the ranks before they save).
+                                        remembers it; torchrun handles SIGINT only (its own SIGTERM handler would kill
+                                        the ranks before they save).
 trainer rank                            `install()` at start, `stop_requested()` once a step. The answer differs
                                         between ranks: reduce it (MAX) before acting on it. Then save, and exit with
                                         `REQUEUE_EXIT_CODE`, which the launcher passes on.
@@ -67,7 +67,8 @@ def relay() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="jetrl-stop-") as folder:
         path = Path(folder) / "stop"
 
-        def write(number: int, _frame: object) -> None:
+        def write(number: int, frame: object) -> None:
+            _remember(number, frame)
             part = path.with_suffix(".part")
             part.write_text(signal.Signals(number).name)
             # A second signal may arrive in between, and its handler has then renamed the file already.

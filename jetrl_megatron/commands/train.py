@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from jetrl_megatron import prepare
+from jetrl_megatron import prepare, signals
 from jetrl_megatron.config import ConfigError
 from jetrl_megatron.slurm_env import world_from_env
 
@@ -28,7 +28,10 @@ def run(recipe: str, overrides: Sequence[str], output: Path | None, resume: bool
         prepare.write_run(config, output)
         from jetrl_megatron.launcher import launch
 
-        return launch("train", config, output)
+        code = launch("train", config, output)
+    if code == signals.REQUEUE_EXIT_CODE:
+        print(f"asked to stop: the state is saved in {output}, --resume continues")
+    return code
 
 
 def run_sft(recipe: str, overrides: Sequence[str], output: Path) -> None:

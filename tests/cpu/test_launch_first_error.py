@@ -43,3 +43,19 @@ def test_a_killed_rank_is_a_cause(tmp_path: Path):
     assert rank == 1
     (file,) = (tmp_path / "errors").iterdir()
     assert "rank 1" in file.read_text() and "was killed by SIGKILL" in file.read_text()
+
+
+def test_a_rank_that_was_waited_for_and_killed_by_torchrun_is_no_cause(tmp_path: Path):
+    """It hung (here: on a busy machine); torchrun kills what SIGTERM does not end. Nobody ran out of memory."""
+    late = {"message": "x", "extraInfo": {"py_callstack": "RuntimeError: [...] Timed out waiting 300000ms for recv"}}
+    rank, _ = first_error.write(tmp_path, 0, {0: Failure(-9, 5, "Signal 9 (SIGKILL) received"), 1: Failure(1, 9, late)})
+    assert rank == 1
+
+
+def test_ranks_that_stop_when_asked_have_not_failed():
+    saved, told = Failure(85, 1, "x"), Failure(-15, 1, "Signal 15 (SIGTERM) received")
+    assert first_error.all_stopped({0: saved, 1: told}, asked=False)
+    assert first_error.all_stopped({0: told, 1: Failure(1, 2, GONE)}, asked=True), "still starting"
+    assert not first_error.all_stopped({0: told}, asked=False)
+    assert not first_error.all_stopped({0: saved, 1: Failure(1, 1, CAUSE)}, asked=True)
+    assert not first_error.all_stopped({0: Failure(-9, 1, "Signal 9")}, asked=True)

@@ -209,7 +209,7 @@ def _start(stack: contextlib.ExitStack, command: list[str], work: Path) -> subpr
     return process
 
 
-def _wait_for(condition, what: str, timeout: float = 60) -> None:
+def _wait_for(condition, what: str, timeout: float = 240) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
