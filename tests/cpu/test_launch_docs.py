@@ -41,7 +41,7 @@ ELSEWHERE = {
 }
 SMALL = (
     "train.steps=1 sft.steps=2 sft.batch_size=8 grpo.prompts_per_step=2 grpo.group_size=2 data.eval_size=2 "
-    "rollout.max_response_tokens=8"
+    "rollout.max_response_tokens=8 train.timeout_s=1200 rollout.start_timeout_s=1200"
 )
 WORLD = " ".join(f"--set {word}" for word in SMALL.split())
 INSTEAD = [
