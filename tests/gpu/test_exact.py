@@ -153,3 +153,17 @@ def test_an_engine_under_strain_has_the_trainers_log_probs(case: str, tmp_path: 
         assert result["again"]["cached_tokens"] > 0
     if settings["layers"]:
         assert result["first_difference"] is None
+
+
+@pytest.mark.slow
+def test_one_bit_stops_a_run_whose_engine_sleeps_and_its_operation_is_named(tmp_path: Path) -> None:
+    """The engine is woken with the trainer's weights and runs uncompiled, to be compared operation by operation."""
+    from jetrl_megatron.tiny import make_tiny_model
+
+    model, result = make_tiny_model(tmp_path / "model", 7), tmp_path / "result.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    script = Path(__file__).with_name("exact_fault.py")
+    subprocess.run([*launcher, str(script), str(model), str(result)], check=True, timeout=380)
+    seen = json.loads(result.read_text())
+    assert seen["mismatched"] == 0
+    assert "the first operation that differs is layer 1, self_attn.attention. Nothing was trained" in seen["said"]
