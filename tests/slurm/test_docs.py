@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -30,4 +29,4 @@ def test_bench_job(slurm: Cluster, shared: Path):
     env = {"JETRL_RUN_DIR": str(shared / "run")}
     job = slurm.run(*sbatch(line, f"--output={log}"), cwd=REPO, env=env).stdout.strip()
     assert slurm.wait(job, timeout=400)["JobState"] == "COMPLETED", log.read_text()
-    assert json.loads(log.read_text().splitlines()[-1])
+    assert "peak anonymous memory" in log.read_text().splitlines()[-1]
