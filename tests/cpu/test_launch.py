@@ -93,7 +93,7 @@ def test_one_task_a_node_and_no_launcher_of_nemo_runs(tmp_path: Path):
 
 
 def test_thirty_two_nodes_differ_from_four_by_their_number_alone(tmp_path: Path):
-    sizes = ["parallel.nodes=32", "parallel.dp=16"]
+    sizes = ["parallel.nodes=32", "parallel.dp=16", "rollout.replicas=64"]
     script = rendered(tmp_path, "qwen3_32b_16k_jetrl", sizes, EXAMPLE)
     for line in ("nodes=32", "ntasks-per-node=1", "gpus-per-node=8", "signal=USR1@600", "open-mode=append"):
         assert f"#SBATCH --{line}\n" in script
