@@ -23,9 +23,6 @@ SMALL = {
     "grpo.group_size": 4,
     "rollout.max_response_tokens": 16,
     "rollout.replicas": 2,
-    # Weights change even where no answer of a barely trained model is right.
-    "optimizer.lr": 0.003,
-    "optimizer.weight_decay": 0.1,
     "data.eval_size": 4,
     # A machine that is busy with other things takes minutes to start two nodes' worth of processes.
     "train.timeout_s": 1200,
