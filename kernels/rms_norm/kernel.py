@@ -21,11 +21,11 @@ from jetrl_kernels.formats import BLOCK, blocks
 from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, quantize_groups, to_bf16, to_f32
 
 WARPS_TILE = 8
-TRITON_WIDTHS = (4096, 8192)
-MAX_WIDTH_BACKWARD = 16384
-"""Widest row of which the CUDA backward holds two with a residual's gradient."""
-SHARED_BYTES = 224 << 10
-"""Shared memory of a multiprocessor that the backward's rows may take, those on their way and the one at work."""
+PROGRAMS = 264
+"""Blocks of the backward, each with a part of dW. A fixed number, so that the order of its sum does not depend on the
+machine: two for each multiprocessor of an H100 or H200."""
+PIECES, STAGES = 1, 3
+"""Pieces of 8 channels in a thread of the backward, while 1024 threads suffice; rows on their way and at work."""
 
 _PACK_BACKWARD = struct.Struct("7P2i").pack
 _PACK_SUM = struct.Struct("2P2i").pack
@@ -164,11 +164,9 @@ def forward(
     residual = None if residual is None else cuda_lib.aligned(residual)
     rows, cols = x.shape
     weight = cuda_lib.aligned(weight.detach().to(torch.bfloat16))
-    if col and cuda_lib.takes(cols, x):
-        return tile_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
-    # With a residual, whole rows of a power of two ran faster in Triton, which wastes no lane on them.
-    triton_is_faster = residual is not None and cols in TRITON_WIDTHS
-    if not col and cuda_lib.takes(cols, x) and cols <= row_quant.MAX_WIDTH and not triton_is_faster:
+    if cuda_lib.takes(cols, x) and (col or cols <= row_quant.MAX_WIDTH):
+        if col:
+            return tile_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
         return row_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
     total = torch.empty_like(x) if residual is not None else x
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -214,11 +212,10 @@ def backward(
     dx = torch.empty_like(x)
     if not x.numel():
         return dx, torch.zeros(cols, dtype=torch.float32, device=x.device)
-    # A number that does not depend on the machine, nor does the order of dW's sum: as many as an H200 runs at once.
-    programs = min(rows, 132 * _backward_shape(cols, d_total is not None)[-1])
+    programs = min(rows, PROGRAMS)
     partial = torch.empty((programs, cols), dtype=torch.float32, device=x.device)
     tensors = (dy, x, weight, rstd, d_total, dx, partial)
-    if cuda_lib.takes(cols, x) and cols <= MAX_WIDTH_BACKWARD:
+    if cuda_lib.takes(cols, x):
         dw = torch.empty(cols, dtype=torch.float32, device=x.device)
         pointers = [0 if t is None else t.data_ptr() for t in tensors]
         kernel, sum_parts = _backward(cols, d_total is not None)
@@ -244,24 +241,16 @@ def backward(
     return dx, partial.sum(0)
 
 
-def _backward_shape(cols: int, residual: bool) -> tuple[int, int, int, int]:
-    """Pieces of 8 channels in a thread, warps of a block, rows of its ring, blocks of a multiprocessor."""
-    pieces = max(-(-cols // (8 * 1024)), 1 if residual or cols > 4096 else 2)
-    warps = -(-cols // (256 * pieces))
-    row_bytes = (2 + residual) * 512 * warps * pieces
-    stages = min(4, SHARED_BYTES // row_bytes)
-    blocks_each = min(4, 65536 // (32 * warps * (24 + 36 * pieces)), SHARED_BYTES // (stages * row_bytes + 1024))
-    return pieces, warps, stages, max(1, blocks_each)
-
-
 @functools.cache
 def _backward(cols: int, residual: bool) -> tuple[cuda_lib.Kernel, cuda_lib.Kernel]:
     """The two kernels of `backward.cu` for a width."""
-    pieces, warps, stages, blocks_each = _backward_shape(cols, residual)
+    pieces = max(PIECES, -(-cols // (8 * 1024)))
+    warps = -(-cols // (256 * pieces))
     exact = cols == 256 * pieces * warps
+    registers = 24 + 36 * pieces
     macros = {"PIECES": pieces, "WARPS": warps, "RESIDUAL": int(residual), "EXACT": int(exact), "POW2": 1}
-    macros |= {"STAGES": stages, "MIN_BLOCKS": blocks_each}
-    ring = stages * (2 + residual) * 512 * warps * pieces
+    macros |= {"STAGES": STAGES, "MIN_BLOCKS": max(1, 65536 // (32 * warps * registers))}
+    ring = STAGES * (2 + residual) * 512 * warps * pieces
     text = cuda_lib.source("rms_norm/statistics.cu", "rms_norm/backward.cu")
     main = cuda_lib.Kernel(text, "norm_backward", macros, 32 * warps, ring)
     return main, cuda_lib.Kernel(text, "sum_parts", macros, 512)
