@@ -52,11 +52,9 @@ def refit(
     config = _config(model)
     if layers:
         config = {**config, "num_hidden_layers": layers}
-    spec, source, replica = (
-        load_model_spec(config),
-        Layout("megatron", **_sizes(trainer)),
-        Layout("vllm", tp=rollout_tp),
-    )
+    sizes = _sizes(trainer)
+    spec, replica = load_model_spec(config), Layout("vllm", tp=rollout_tp)
+    source = Layout("megatron", **{size: sizes.get(size, 1) for size in SIZES})  # type: ignore[arg-type]
     if simulate:
         _simulate(spec, source, replica, replicas, colocated, gpus_per_node, nvlink * GB, network * GB)
     else:

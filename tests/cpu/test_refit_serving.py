@@ -68,6 +68,7 @@ def test_a_replica_serves_what_was_compared_or_nothing(tmp_path):
         pool.load(dataclasses.replace(message, version=4), held)
         pool.withdraw()
         sender.segment.bytes[: sender.segment.nbytes // 2] = torch.randint(256, (sender.segment.nbytes // 2,)).byte()
+        assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="SIGKILL"):
             pool.generate(PROMPTS, SEEDS, TRAINING)

@@ -21,9 +21,9 @@ def test_fused_equals_its_parts(shape, norm: bool) -> None:
     tokens, heads, kv_heads, _ = shape
     qkv, positions, table, weights = inputs(*shape, seed=tokens)
     qkv, positions, table = (x.to(DEVICE) for x in (qkv, positions, table))
-    given = [w.to(DEVICE) if norm else None for w in weights]
-    fused = kernel.forward(qkv, positions, table, heads, kv_heads, *given, 1e-6)
-    parts = reference.qk_norm_rope(qkv, positions, table, heads, kv_heads, *given, 1e-6)
+    q_weight, k_weight = (w.to(DEVICE) if norm else None for w in weights)
+    fused = kernel.forward(qkv, positions, table, heads, kv_heads, q_weight, k_weight, 1e-6)
+    parts = reference.qk_norm_rope(qkv, positions, table, heads, kv_heads, q_weight, k_weight, 1e-6)
     assert all(torch.equal(a, b) for a, b in zip(fused, parts))
 
 
@@ -37,8 +37,8 @@ def test_fused_equals_the_trainers_norm_and_rope(norm: bool) -> None:
     tokens, heads, kv_heads, dim = 1000, 32, 8, 128
     qkv, positions, table, weights = inputs(tokens, heads, kv_heads, dim, seed=1)
     qkv, positions, table, *weights = (x.cuda() for x in (qkv, positions, table, *weights))
-    given = weights if norm else [None, None]
-    fused = kernel.forward(qkv, positions, table, heads, kv_heads, *given, 1e-6)
+    q_weight, k_weight = weights if norm else (None, None)
+    fused = kernel.forward(qkv, positions, table, heads, kv_heads, q_weight, k_weight, 1e-6)
     q, k, _ = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     rows = [x.reshape(tokens, -1, dim) for x in (q, k)]
     if norm:
