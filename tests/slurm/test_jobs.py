@@ -138,11 +138,11 @@ class Launched:
         self.slurm.wait(self.job(), "PENDING", timeout=600)
 
 
-def kill_rank(rank: int) -> None:
-    """SIGKILL, as the kernel's out-of-memory killer does; nodes are namespaces of this machine."""
+def kill_rank(run: Path, rank: int) -> None:
+    """SIGKILL, as the kernel's out-of-memory killer does; nodes are namespaces of this machine, as are other tests."""
     for process in psutil.process_iter():
         try:
-            if "jetrl_megatron.worker" in process.cmdline() and process.environ().get("RANK") == str(rank):
+            if {"jetrl_megatron.worker", str(run)} <= {*process.cmdline()} and process.environ()["RANK"] == str(rank):
                 process.kill()
         except psutil.Error:
             continue
@@ -154,7 +154,7 @@ def test_launched_job_survives_what_clusters_do_and_writes_the_same_metrics(
     run = folder / "launched"
     first = Launched(slurm, folder, run)
     first.until(lambda: len(metrics(run)) >= 1)
-    kill_rank(1)
+    kill_rank(run, 1)
     assert first.process.wait(300) != 0
     end = first.text().partition("the first error of the job:\n")[2]
     assert end.startswith("rank 1 on n2 was killed by SIGKILL\n"), first.text()
