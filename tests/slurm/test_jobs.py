@@ -142,7 +142,9 @@ def kill_rank(run: Path, rank: int) -> None:
     """SIGKILL, as the kernel's out-of-memory killer does; nodes are namespaces of this machine, as are other tests."""
     for process in psutil.process_iter():
         try:
-            if {"jetrl_megatron.worker", str(run)} <= {*process.cmdline()} and process.environ()["RANK"] == str(rank):
+            if {"jetrl_megatron.worker", str(run)} <= {*process.cmdline()} and process.environ().get("RANK") == str(
+                rank
+            ):
                 process.kill()
         except psutil.Error:
             continue
