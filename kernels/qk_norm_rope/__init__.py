@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from jetrl_kernels import fallbacks
 from jetrl_kernels.qk_norm_rope import reference
 
 __all__ = ["qk_norm_rope"]
@@ -42,8 +43,10 @@ def qk_norm_rope(
         )
     if (q_weight is None) != (k_weight is None):
         raise ValueError("qk_norm_rope: one of q_weight and k_weight is missing")
-    if qkv.is_cuda and dim % 16 == 0 and not dim & (dim - 1):
-        from jetrl_kernels.qk_norm_rope import kernel
+    if qkv.is_cuda:
+        if dim % 16 == 0 and not dim & (dim - 1):
+            from jetrl_kernels.qk_norm_rope import kernel
 
-        return kernel.forward(qkv, positions, table, heads, kv_heads, q_weight, k_weight, eps)
+            return kernel.forward(qkv, positions, table, heads, kv_heads, q_weight, k_weight, eps)
+        fallbacks.note("qk_norm_rope", f"heads of {dim} are no power of two from 16 on")
     return reference.qk_norm_rope(qkv, positions, table, heads, kv_heads, q_weight, k_weight, eps)
