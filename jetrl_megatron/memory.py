@@ -130,12 +130,17 @@ def gpus(config: Config) -> int:
     return max(world, rollout) if config.rollout.colocated else world + rollout
 
 
+def _on_one_node(config: Config) -> tuple[int, int]:
+    """GPUs that training takes of a node that trains, and sampling of one that samples; replicas are spread evenly."""
+    p, r = config.parallel, config.rollout
+    return p.world_size // p.nodes, -(-r.replicas // (r.nodes or p.nodes)) * r.tp
+
+
 def gpus_per_node(config: Config) -> int:
     """GPUs of the node that needs most, as Slurm is asked for them; 0 on CPU."""
     if on_cpu(config):
         return 0
-    p, r = config.parallel, config.rollout
-    training, sampling = p.world_size // p.nodes, -(-r.replicas // (r.nodes or p.nodes)) * r.tp
+    r, (training, sampling) = config.rollout, _on_one_node(config)
     return training + sampling if not r.nodes and not r.colocated else max(training, sampling)
 
 
@@ -268,9 +273,9 @@ def _placement_problems(config: Config, spec: ModelSpec, src: Layout) -> Iterato
 
 
 def _node_problems(config: Config) -> Iterator[str]:
-    """What does not fit on a node, replicas spread evenly over the nodes that sample."""
+    """What does not fit on a node."""
     p, r = config.parallel, config.rollout
-    training, sampling = p.world_size // p.nodes, -(-r.replicas // (r.nodes or p.nodes)) * r.tp
+    training, sampling = _on_one_node(config)
     replicas = f"rollout: {r.replicas} replicas of tp={r.tp} on {r.nodes or p.nodes} nodes need {sampling} GPUs of one"
     if training > GPUS_PER_NODE:
         yield f"parallel.nodes: {p.world_size} GPUs do not fit into {p.nodes} nodes of {GPUS_PER_NODE}"
