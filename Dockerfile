@@ -20,6 +20,6 @@ ENV PATH=/opt/jetrl/.venv/bin:/opt/uv/bin:$PATH
 WORKDIR /opt/jetrl
 COPY . .
 ARG APEX=install
-RUN slurm/install_gpu.sh "${APEX}" && rm -rf /root/.cache
+RUN slurm/install_gpu.sh "${APEX}" && rm -rf ~/.cache
 
 CMD ["jetrl", "--help"]
