@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from jetrl_megatron.activations import first_difference, merge
 from jetrl_megatron.batch import PackedBatch
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.megatron import forward
 from jetrl_megatron.megatron.probe import watched
 from jetrl_megatron.megatron.trainer import Trainer
@@ -23,9 +24,7 @@ Sides = tuple[dict[str, int], list[float]]
 
 def earliest(mine: Difference | None) -> Difference | None:
     """The difference of the lowest data-parallel rank, on every rank. Collective."""
-    everyone: list[Difference | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return min((d for d in everyone if d is not None), key=lambda d: d.dp_rank, default=None)
+    return min((d for d in from_all(mine) if d is not None), key=lambda d: d.dp_rank, default=None)
 
 
 def engine_side(engine: RolloutEngine, tokens: list[int]) -> Sides:
@@ -46,8 +45,7 @@ def trainer_side(trainer: Trainer, batch: PackedBatch | None, start: int, length
             )
         digests = seen.found()
         logp = last[0][start : start + length - 1].tolist() if last else []
-    parts: list[Sides] = [({}, [])] * dist.get_world_size()
-    dist.all_gather_object(parts, (digests, logp))
+    parts = from_all((digests, logp))
     return merge(part for part, _ in parts), next((scores for _, scores in parts if scores), [])
 
 

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron import checkpoint, checkpoint_names, signals
 from jetrl_megatron.batch import PackedBatch, Sample, micro_batches, padding_multiple, split_for_ranks
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import Config
 from jetrl_megatron.layouts import fp8_tensors
 from jetrl_megatron.loss import Divergence, grpo_loss
@@ -241,8 +242,7 @@ class Run:
     def _sum(self, stats: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Sums over all micro-batches and data-parallel ranks, on every rank: `peak` is combined by maximum."""
         mine = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        parts: list[list[dict[str, torch.Tensor]]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(parts, [{k: v.cpu() for k, v in s.items()} for s in stats] if mine else [])
+        parts = from_all([{k: v.cpu() for k, v in s.items()} for s in stats] if mine else [])
         totals: dict[str, torch.Tensor] = {}
         for part in (item for rank in parts for item in rank):
             for name, value in part.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jetrl_conversion.model_spec import ModelSpec
 from jetrl_megatron.batch import PackedBatch
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import Config
 from jetrl_megatron.megatron import forward, master_weights
 from jetrl_megatron.megatron.model import build_model, fp8_layers, unwrap
@@ -190,9 +191,7 @@ class Trainer:
         dist.all_reduce(flag)
         if not flag.item():
             return
-        everyone: list[list[str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, names)
-        raise NonFiniteError(what, sorted({name for part in everyone for name in part or []}))
+        raise NonFiniteError(what, sorted({name for part in from_all(names) for name in part}))
 
 
 def _optimizer_config(config: Config) -> OptimizerConfig:

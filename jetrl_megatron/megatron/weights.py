@@ -10,6 +10,7 @@ import torch.distributed as dist
 from jetrl_conversion.layout import Layout, pieces
 from jetrl_conversion.planner import plan_reshard
 from jetrl_conversion.safetensors_io import HFFolderReader, HFFolderWriter, SlotWriter
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.layouts import trainer_layout
 from jetrl_megatron.megatron.trainer import Trainer
 from jetrl_megatron.refit.rectangles import cut
@@ -61,8 +62,7 @@ def save_hf(trainer: Trainer, folder: Path, source: Path) -> None:
             block = cut(parameters[t.src_local].detach(), t.src_start, t.size).cpu()
             written[t.hf_name] = written.get(t.hf_name, 0) + slots.write(t.hf_name, t.hf_start, block)
     slots.close()
-    counts: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(counts, written)
+    counts = from_all(written)
     if writer is not None:
         with writer:
             for part in counts:

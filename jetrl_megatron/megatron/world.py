@@ -9,6 +9,7 @@ import socket
 import torch
 import torch.distributed as dist
 
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.env_list import differences, numerics
 from jetrl_megatron.megatron import patches
@@ -76,9 +77,7 @@ def _check_environments() -> None:
         ConfigError: naming each variable, its values, and which ranks have them.
     """
     mine = {name: os.environ[name] for name in numerics() if name in os.environ}
-    everyone: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size()
-    dist.all_gather_object(everyone, (f"rank {dist.get_rank()} on {socket.gethostname()}", mine))
-    problems = differences(dict(everyone))
+    problems = differences(dict(from_all((f"rank {dist.get_rank()} on {socket.gethostname()}", mine))))
     if problems:
         raise ConfigError(problems)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.refit.member import Member
 from jetrl_megatron.refit.peers import Store, TransferFailed
 from jetrl_megatron.refit.transports import Moved
@@ -45,7 +46,7 @@ class Route:
         self.alone = not self.places.hosts and not any(member.ways.packed(s, d) for s in trainers for d in world)
         """Whether nothing leaves a node."""
         own = member.open()
-        for part in _everyone(own):
+        for part in from_all(own):
             self.segments |= part
         member.attach(self.segments)
 
@@ -159,10 +160,4 @@ class Route:
                 host.finish(method)
             except (EngineError, TransferFailed) as error:
                 problems.append(str(error))
-        return _everyone((result, "; ".join(problems)))
-
-
-def _everyone(value: Any) -> list[Any]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value)
-    return parts
+        return from_all((result, "; ".join(problems)))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jetrl_conversion.layout import pieces
 from jetrl_kernels.quant_weight import QuantizedWeight, quant_weight
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.layouts import fp8_tensors, rollout_layout, trainer_layout
 from jetrl_megatron.megatron.model import fp8_layers
 from jetrl_megatron.megatron.trainer import Trainer
@@ -191,8 +192,7 @@ class RefitSender:
         if not self.member.pulled:
             return {}
         table = "" if self.exporter is None else str(self.exporter.table(parameters))
-        tables: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(tables, table)
+        tables = from_all(table)
         return {dst: ipc.PREFIX + ",".join(tables[rank] for rank in ranks) for dst, ranks in self._feeds.items()}
 
     @functools.cached_property
@@ -202,7 +202,4 @@ class RefitSender:
         return {piece.local_name for piece in held if piece.hf_name in self.fp8}
 
     def _gather_digests(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        part = self._digester(parameters)
-        parts: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, part)
-        return merge_digests(parts)
+        return merge_digests(from_all(self._digester(parameters)))

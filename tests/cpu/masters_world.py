@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from trainer_world import digests, everyone, same, samples, state
+from trainer_world import digests, same, samples, state
 
 from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron import checkpoint, checkpoint_names
 from jetrl_megatron.batch import PackedBatch, micro_batches, split_for_ranks
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import Config
 from jetrl_megatron.megatron import weights, world
 from jetrl_megatron.megatron.trainer import NonFiniteError, Trainer
@@ -124,7 +125,7 @@ def main(model: Path, result: Path) -> None:
         if tp == 2:
             seen["recompute_equal"] = recomputed(model)
         parallel_state.destroy_model_parallel()
-    if all(everyone(True)) and dist.get_rank() == 0:
+    if all(from_all(True)) and dist.get_rank() == 0:
         result.write_text(json.dumps(seen))
     dist.barrier()
 

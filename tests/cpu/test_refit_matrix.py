@@ -18,6 +18,7 @@ from refit_world import DENSE, MOE, collect, fork, local_tensors, namespaces, ra
 from jetrl_conversion.layout import Layout, pieces
 from jetrl_conversion.model_spec import ModelSpec
 from jetrl_conversion.planner import quantized_tensors
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import RefitConfig
 from jetrl_megatron.refit.digests import differing, merge_digests, rank_digests
 from jetrl_megatron.refit.member import MIB, Member
@@ -93,12 +94,6 @@ def body(rank: int, address: str, port: int, cases: list[Case]) -> list[str]:
     return problems
 
 
-def everyone(value) -> list:
-    parts = [None] * WORLD
-    dist.all_gather_object(parts, value)
-    return parts
-
-
 def run(rank: int, case: Case, spec: ModelSpec, peers: Peers) -> list[str]:
     source, places, replica = case.source, case.places, Layout("vllm", tp=case.rollout_tp)
     fp8 = quantized_tensors(spec, source, replica)
@@ -108,7 +103,7 @@ def run(rank: int, case: Case, spec: ModelSpec, peers: Peers) -> list[str]:
         member = Member(
             spec, source, replica, fp8, places, rank, torch.device("cpu"), RefitConfig(staging_mib=1, timeout_s=30.0)
         )
-    paths = {k: v for part in everyone(member.open() if member else {}) for k, v in part.items()}
+    paths = {k: v for part in from_all(member.open() if member else {}) for k, v in part.items()}
     payload, digests, problems = 0, {}, []
     if member is not None:
         member.attach(paths)
@@ -116,7 +111,7 @@ def run(rank: int, case: Case, spec: ModelSpec, peers: Peers) -> list[str]:
         payload = member.exchange(tensors).payload
         if member.peer_to_peer.staging > MIB:
             problems.append(f"rank {rank} has {member.peer_to_peer.staging} bytes of buffers")
-    everyone(None)  # nobody looks before all have written
+    from_all(None)  # nobody looks before all have written
     if member is not None:
         for first in [dst for dst in member.receives if dst % places.tp == 0]:
             landed = [
@@ -127,7 +122,7 @@ def run(rank: int, case: Case, spec: ModelSpec, peers: Peers) -> list[str]:
         engines = sum(-(-s.nbytes // 256) * 256 for dst in member.receives for s in member.slots[dst % places.tp])
         if own > engines:
             problems.append(f"rank {rank} has landing places of {own} bytes for engines that hold {engines}")
-    moved, found = sum(everyone(payload)), everyone(digests)
+    moved, found = sum(from_all(payload)), from_all(digests)
     if rank == 0:
         assert member is not None
         bound = sum(least_bytes(spec, replica, t, fp8) for t in range(places.tp)) * len(places.copies)

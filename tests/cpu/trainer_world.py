@@ -18,6 +18,7 @@ import torch.distributed as dist
 from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron import activations, checkpoint, checkpoint_names, parity_search
 from jetrl_megatron.batch import Sample, micro_batches
+from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import Config
 from jetrl_megatron.layouts import trainer_layout
 from jetrl_megatron.megatron import weights, world
@@ -45,12 +46,6 @@ def samples(vocab: int, count: int = 12) -> list[Sample]:
     return made
 
 
-def everyone(value):
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value)
-    return parts
-
-
 def digests(trainer: Trainer) -> dict[str, str]:
     live = {n: p.detach() for n, p in trainer.parameters().items()}
     for name, layer in fp8_layers(trainer.model).items():
@@ -58,7 +53,7 @@ def digests(trainer: Trainer) -> dict[str, str]:
         live[f"{name}.weight"], live[f"{name}.weight_scale_inv"] = layer.qweight.codes, layer.qweight.scale
     found = rank_digests(trainer.spec, trainer_layout(trainer.config), dist.get_rank(), live)
     # As text: JSON numbers would lose the low bits.
-    return {name: str(value) for name, value in merge_digests(everyone(found)).items()}
+    return {name: str(value) for name, value in merge_digests(from_all(found)).items()}
 
 
 def state(trainer: Trainer) -> list[torch.Tensor]:
@@ -73,7 +68,7 @@ def state(trainer: Trainer) -> list[torch.Tensor]:
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(everyone(len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))))
+    return all(from_all(len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))))
 
 
 def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> None:
@@ -96,12 +91,12 @@ def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> No
         return value, {"loss": value.detach()}
 
     found = [lp[b.mask].tolist() for lp, b in zip(trainer.logprobs(batches), batches)]
-    seen["logprobs"] = next(part for part in reversed(everyone(found)) if part)
+    seen["logprobs"] = next(part for part in reversed(from_all(found)) if part)
     length = int(batches[0].cu_seqlens[1])
     noted = parity_search.trainer_side(trainer, batches[0], 0, length)[0]
     seen["operations"] = [[n, str(noted.get(n))] for n in activations.operations(trainer.spec.num_layers)]
     stats, seen["grad_norm"] = trainer.step(batches, loss)
-    losses = everyone(sum(float(s["loss"]) for s in stats))
+    losses = from_all(sum(float(s["loss"]) for s in stats))
     seen["loss"] = losses[-1]
     seen["digests_after_step"] = digests(trainer)
 
