@@ -1,8 +1,9 @@
 """Log-prob and entropy of given tokens from hidden states and lm_head, without a [tokens, vocabulary] tensor.
 
-The head's matmul, softmax statistics and gradients run over chunks of tokens whose logits take at most
-`CHUNK_LOGITS` elements, whatever the number of tokens and the vocabulary; the backward recomputes a chunk's logits.
-The vocabulary may be split over the ranks of a process group (rows of lm_head), with padding rows at its end.
+The head's matmul and softmax statistics run over chunks of tokens whose logits take at most `CHUNK_LOGITS` elements,
+whatever the number of tokens and the vocabulary. The backward recomputes logits and runs over chunks of the vocabulary:
+so the gradient of lm_head, which may be gigabytes, is read and written once and not once a chunk. The vocabulary may be
+split over the ranks of a process group (rows of lm_head), with padding rows at its end.
 """
 
 from __future__ import annotations
@@ -111,22 +112,24 @@ class _FusedLogprob(torch.autograd.Function):
         d_logp, d_entropy = (g.float() for g in grads)
         needs_dh, needs_dw = ctx.needs_input_grad[:2]
         main_grad = getattr(lm_head, "main_grad", None)
-        d_hidden = torch.empty_like(hidden) if needs_dh else None
+        d_hidden = None
         d_head = None
         if needs_dw:
             d_head = main_grad if main_grad is not None else lm_head.new_empty(lm_head.shape, dtype=torch.float32)
             if main_grad is None:
                 d_head[spec.rows if hidden.shape[0] else 0 :].zero_()
-        fresh = main_grad is None
-        for span in spec.spans(hidden.shape[0]):
-            d_logits = chunk.grad_logits(
-                hidden[span], head, targets[span], (lse[span], entropy[span]), (d_logp[span], d_entropy[span]), spec
-            )
-            if d_hidden is not None:
-                torch.mm(d_logits, head, out=d_hidden[span])
+        for span in spec.vocabulary_spans(hidden.shape[0]):
+            d_logits = chunk.grad_logits(hidden, head, targets, (lse, entropy), (d_logp, d_entropy), span, spec)
+            if needs_dh and span == slice(0, spec.rows):
+                d_hidden = d_logits @ head
+            elif needs_dh:
+                if d_hidden is None:
+                    d_hidden = hidden.new_empty(hidden.shape, dtype=torch.float32)
+                chunk.add_outer(d_hidden, d_logits.t(), head[span], accumulate=span.start > 0)
             if d_head is not None:
-                chunk.add_outer(d_head[: spec.rows], d_logits, hidden[span], accumulate=not fresh)
-                fresh = False
+                chunk.add_outer(d_head[span], d_logits, hidden, accumulate=main_grad is not None)
+        if needs_dh:
+            d_hidden = torch.zeros_like(hidden) if d_hidden is None else d_hidden.to(hidden.dtype)
         if d_head is None:
             return d_hidden, None, None, None
         if main_grad is None:

@@ -1,4 +1,4 @@
-"""One chunk of tokens: logits, their softmax statistics, their gradient. Plain torch; on a GPU, kernels."""
+"""One chunk of tokens or of the vocabulary: its logits, their softmax statistics and gradient. On a GPU, kernels."""
 
 from __future__ import annotations
 
@@ -35,13 +35,21 @@ class Spec:
     def spans(self, tokens: int) -> Iterator[slice]:
         """Slices of tokens whose logits, gathered over the group where `whole`, stay under the bound."""
         width = self.rows if self.group is None or not self.whole else self.vocab_size
-        most = max(1, self.chunk_logits // max(width, 1))
-        chunks = -(-tokens // most)
-        step = -(-tokens // max(chunks, 1))  # equal chunks, and of whole 128-row tiles where the bound allows
-        if most >= 128:
-            step = min(-(-step // 128) * 128, most // 128 * 128)
-        for start in range(0, tokens, step):
-            yield slice(start, min(start + step, tokens))
+        return _spans(tokens, self.chunk_logits // max(width, 1))
+
+    def vocabulary_spans(self, tokens: int) -> Iterator[slice]:
+        """Slices of the local rows of the vocabulary whose logits of all `tokens` stay under the bound."""
+        return _spans(self.rows if tokens else 0, self.chunk_logits // max(tokens, 1))
+
+
+def _spans(total: int, most: int) -> Iterator[slice]:
+    """Equal slices of [0, total) of at most `most` (at least 1), and of whole 128-row tiles where that allows it."""
+    most = max(1, most)
+    step = -(-total // max(-(-total // most), 1))
+    if most >= 128:
+        step = min(-(-step // 128) * 128, most // 128 * 128)
+    for start in range(0, total, max(step, 1)):
+        yield slice(start, min(start + step, total))
 
 
 def logits(hidden: Tensor, head: Tensor, spec: Spec) -> Tensor:
@@ -62,11 +70,11 @@ def head_logits(hidden: Tensor, head: Tensor) -> Tensor:
     return (hidden.double() @ head.double().t()).float()
 
 
-def local_targets(targets: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Row of each target in the local head (clamped), and whether it is there."""
-    local = targets - spec.vocab_start
-    here = (local >= 0) & (local < spec.rows)
-    return local.clamp(0, max(spec.rows - 1, 0)), here
+def local_targets(targets: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Row of each target among `rows` that start at id `first` (clamped), and whether it is there."""
+    local = targets - first
+    here = (local >= 0) & (local < rows)
+    return local.clamp(0, max(rows - 1, 0)), here
 
 
 def statistics(z: Tensor, targets: Tensor, spec: Spec) -> Tensor:
@@ -81,7 +89,7 @@ def statistics(z: Tensor, targets: Tensor, spec: Spec) -> Tensor:
         return kernel.statistics(z, targets, spec.vocab_start, spec.inverse_temperature)
     z = z.float() * spec.inverse_temperature
     peak = z.amax(-1)
-    local, here = local_targets(targets, spec)
+    local, here = local_targets(targets, spec.vocab_start, spec.rows)
     chosen = torch.where(here, z.gather(-1, local[:, None]).squeeze(-1), 0.0)
     weight = torch.exp(z - peak[:, None])
     return torch.stack([peak, weight.sum(-1), (weight * z).sum(-1), chosen])
@@ -111,22 +119,24 @@ def grad_logits(
     targets: Tensor,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
+    span: slice,
     spec: Spec,
 ) -> Tensor:
-    """d logits [t, V] in `hidden.dtype`.
+    """d logits [T, span] in `hidden.dtype`, of the rows `span` of the local head [V, H].
 
     d logp / dz = onehot - p and d entropy / dz = -p (z - lse + entropy), with p = exp(z - lse); times 1 / temperature.
     """
-    z = logits(hidden, head, spec)
+    z = logits(hidden, head[span], spec)
+    first = spec.vocab_start + span.start
     if z.is_cuda:
         from jetrl_kernels.fused_logprob import kernel
 
-        return kernel.gradient(z, targets, saved, grads, spec.vocab_start, spec.inverse_temperature, hidden.dtype)
+        return kernel.gradient(z, targets, saved, grads, first, spec.inverse_temperature, hidden.dtype)
     lse, entropy = (s[:, None] for s in saved)
     d_logp, d_entropy = (g[:, None] for g in grads)
     log_p = z.float() * spec.inverse_temperature - lse
     d = -torch.exp(log_p) * (d_logp + d_entropy * (log_p + entropy))
-    local, here = local_targets(targets, spec)
+    local, here = local_targets(targets, first, z.shape[1])
     d.scatter_add_(1, local[:, None], torch.where(here[:, None], d_logp, 0.0))
     return d.mul_(spec.inverse_temperature).to(hidden.dtype)
 

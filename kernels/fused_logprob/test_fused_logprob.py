@@ -80,6 +80,28 @@ def test_gradients_do_not_depend_on_whose_log_softmax_is_reported():
     assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunks_of_the_vocabulary_change_gradients_by_rounding_alone(dtype):
+    found = []
+    for chunk_logits in (500, 1 << 20):
+        h, w, y = case(dtype=dtype)
+        logp, entropy = fused_logprob(h, w, y, logits_dtype=torch.float32, chunk_logits=chunk_logits)
+        (logp + 0.1 * entropy).sum().backward()
+        found.append((h.grad, w.grad))
+    # Sums over the vocabulary in another order; each row of the head's gradient is one sum either way.
+    tolerance = {"atol": 0.07, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(found[0][0], found[1][0], **tolerance)
+    torch.testing.assert_close(found[0][1], found[1][1], **tolerance)
+
+
+def test_no_tokens_give_no_gradient():
+    h, w, y = case(tokens=0)
+    logp, entropy = fused_logprob(h, w, y)
+    (logp.sum() + entropy.sum()).backward()
+    assert h.grad is not None and h.grad.shape == (0, 32)
+    assert w.grad is not None and not w.grad.any()
+
+
 def test_main_grad_of_the_head():
     h, w, y = case()
     fused_logprob(h, w, y)[0].sum().backward()
