@@ -177,6 +177,7 @@ class TrainConfig:
     """Sequences per forward pass and data-parallel rank."""
     eval_every: int = 0
     checkpoint_every: int = 10
+    """Steps between two checkpoints; the last step is always saved. 0: none at all, except when asked to stop."""
     keep_last: int = 2
     timeout_s: float = 300.0
     """Longest wait of one rank for another."""
@@ -236,7 +237,7 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
         "rollout.memory_gib rollout.start_timeout_s rollout.call_timeout_s rollout.threads grpo.prompts_per_step "
         "refit.staging_mib refit.timeout_s "
         "grpo.updates_per_batch optimizer.lr optimizer.eps data.eval_size data.eval_samples sft.batch_size sft.lr "
-        "train.steps train.micro_batch_size train.checkpoint_every train.keep_last train.timeout_s train.threads "
+        "train.steps train.micro_batch_size train.keep_last train.timeout_s train.threads "
         "model.max_length"
     )
     for key in positive.split():
@@ -248,6 +249,7 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
         "sft.steps",
         "sft.examples",
         "train.eval_every",
+        "train.checkpoint_every",
         "grpo.importance_cap",
         "rollout.nodes",
     ]:

@@ -163,6 +163,10 @@ class Run:
     def due(self, every: int, step: int) -> bool:
         return every > 0 and (step + 1) % every == 0
 
+    def checkpoint_due(self, step: int) -> bool:
+        train = self.config.train
+        return train.checkpoint_every > 0 and (step + 1 == train.steps or self.due(train.checkpoint_every, step))
+
     def save(self, step: int) -> None:
         """Checkpoint after `step` steps. Collective."""
         checkpoint.save(self.trainer, self.output, {"step": step}, self.config.train.keep_last)

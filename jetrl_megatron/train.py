@@ -28,7 +28,7 @@ def train(config: Config, output: Path) -> int:
                 evaluation = run.evaluate() if run.due(config.train.eval_every, step) else {}
             run.log(step, samples, refit, update, evaluation)
             stop = run.stop_requested()
-            if stop or run.due(config.train.checkpoint_every, step) or step + 1 == config.train.steps:
+            if stop or run.checkpoint_due(step):
                 run.save(step + 1)
             if stop:
                 return signals.REQUEUE_EXIT_CODE

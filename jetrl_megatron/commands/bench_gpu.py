@@ -17,8 +17,9 @@ ENGINES = ("jetrl", "bf16", "vllm-bf16", "vllm-fp8")
 """Ours in two modes, and stock vLLM in BF16 and in its own block FP8."""
 KV_GIB = 32.0
 """KV cache of every engine: 256 sequences of 768 tokens of Qwen3-8B need 27."""
-TRAINERS = ("jetrl", "te", "bf16", "bf16-te")
-"""Ours in FP8, TE in FP8 (blockwise), Megatron's BF16 linears, TE's BF16 linears (gradient accumulated in the GEMM)."""
+TRAINERS = ("jetrl", "jetrl-fp8-param", "te", "bf16", "bf16-te")
+"""Ours in FP8, also without BF16 weights, TE in FP8 (blockwise), Megatron's BF16 linears, TE's BF16 linears (gradient
+accumulated in the GEMM)."""
 
 Model = Annotated[
     Path, typer.Argument(help="Hugging Face folder; its config.json alone is enough, weights are random.")
@@ -221,6 +222,7 @@ def measure_train(s: dict) -> dict[str, float]:
             precision=PrecisionConfig(
                 mode="bf16" if s["mode"].startswith("bf16") else "jetrl",
                 linear_backend="te" if s["mode"].endswith("te") else "jetrl",
+                fp8_param=s["mode"].endswith("fp8-param"),
             ),
             train=TrainConfig(device="cuda"),
         )

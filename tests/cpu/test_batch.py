@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_megatron.batch import Sample, balance, micro_batches, pack, split_for_ranks
@@ -26,6 +26,7 @@ def sample(number: int, prompt: int, response: int) -> Sample:
     )
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(0, 5))
 def test_each_sampled_token_is_the_target_of_the_position_before_it(sizes, padding):
     made = [sample(i, *size) for i, size in enumerate(sizes)]
@@ -46,6 +47,7 @@ def test_sequences_that_do_not_fit_are_refused():
         pack([sample(0, 3, 3)], 5)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=8, max_size=64).filter(lambda s: len(s) % 8 == 0))
 def test_ranks_get_equal_counts_every_sequence_once_and_balanced_tokens(sizes):
     made = [sample(i, 1, n) for i, n in enumerate(sizes)]
@@ -58,6 +60,7 @@ def test_ranks_get_equal_counts_every_sequence_once_and_balanced_tokens(sizes):
         assert max(loads) - min(loads) <= max(sizes) - min(sizes)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=8).filter(lambda s: len(s) % 2 == 0))
 def test_two_ranks_come_close_to_the_best_split_there_is(sizes):
     half = itertools.combinations(range(len(sizes)), len(sizes) // 2)
@@ -85,6 +88,7 @@ def test_bins_that_do_not_hold_everything_are_refused():
         balance([1, 2, 3], [1, 1])
 
 
+@settings(deadline=None)
 @given(lengths.filter(lambda s: len(s) % 2 == 0), st.integers(1, 3), st.sampled_from([1, 2, 16]))
 def test_micro_batches_of_all_ranks_have_one_length(sizes, size, multiple):
     made = [sample(i, *s) for i, s in enumerate(sizes)]
