@@ -15,7 +15,7 @@ TESTS = Path(__file__).resolve().parents[1] / "gpu"
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["quantizers", "producers", "gemm", "qk_norm_rope"])
+@pytest.mark.parametrize("name", ["quantizers", "producers", "gemm", "qk_norm_rope", "attention_parts"])
 def test_kernels_interpreted(name):
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-v"]
