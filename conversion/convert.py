@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from jetrl_conversion import fp8_config
+from jetrl_conversion.disk import writing
 from jetrl_conversion.errors import ConversionError
 from jetrl_conversion.jobs import Job, run_jobs, worker_count
 from jetrl_conversion.megatron_keys import Key, extra_state_keys, rows_in, stored_keys
@@ -167,11 +168,12 @@ def _both_names(key: Key) -> bool:
 
 
 def _copy_side_files(source: Source, folder: Path) -> None:
-    folder.mkdir()
     config = {k: v for k, v in source.spec.config.items() if k not in ("quantization_config", "jetrl")}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for file in source.side_files():
-        shutil.copyfile(file, folder / file.name)
+    with writing(folder):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for file in source.side_files():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from jetrl_conversion.disk import writing
 from jetrl_conversion.errors import CheckpointError
 
 DTYPES = {
@@ -92,7 +93,7 @@ def create_file(file: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...
     """Write a header and reserve the disk space of all its tensors; return where each goes.
 
     Raises:
-        OSError: the disk is full (found now, not half-way).
+        OSError: the disk is full (found now, not half-way); says what is needed and free.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -103,22 +104,13 @@ def create_file(file: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 64 + 56)  # data starts at a multiple of 64 bytes
     base = 8 + len(raw)
-    with file.open("wb") as handle:
+    with writing(file, base + at), file.open("wb") as handle:
         handle.write(len(raw).to_bytes(8, "little") + raw)
         handle.flush()
-        reserve(handle.fileno(), base + at, file)
+        os.posix_fallocate(handle.fileno(), 0, base + at)
     entries, at = {}, base
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize
         entries[name] = Entry(dtype, shape, at, nbytes)
         at += nbytes
     return entries
-
-
-def reserve(fd: int, size: int, file: Path) -> None:
-    """Allocate `size` bytes for an open file. Raises OSError naming the file when the disk has no room."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot reserve {size / 1e9:.2f} GB: {os.strerror(error.errno or 0)}", str(file)) \
-            from None  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from jetrl_conversion.disk import writing
 from jetrl_conversion.errors import CheckpointError, ConversionError
 from jetrl_conversion.model_spec import ModelSpec, load_model_spec, read_config
 from jetrl_conversion.safetensors_header import DTYPE_NAMES, Entry, create_file, read_header
@@ -209,11 +210,12 @@ class HFFolderWriter:
         self.written: dict[str, int] = dict.fromkeys(tensors, 0)
         try:
             self.places = self._create(tensors, shard_bytes)
-            (self.folder.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            for file in copy:
-                shutil.copyfile(file, self.folder.path / file.name)
-            for name, content in (text or {}).items():
-                (self.folder.path / name).write_text(content)
+            with writing(self.folder.final):
+                (self.folder.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+                for file in copy:
+                    shutil.copyfile(file, self.folder.path / file.name)
+                for name, content in (text or {}).items():
+                    (self.folder.path / name).write_text(content)
         except BaseException:
             self.folder.discard()
             raise

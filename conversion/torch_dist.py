@@ -11,9 +11,7 @@ import contextlib
 import io
 import json
 import math
-import os
 import pickle
-import shutil
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from jetrl_conversion.disk import require_room, writing
 from jetrl_conversion.errors import CheckpointError, ConversionError
 from jetrl_conversion.safe_pickle import check_metadata
 from jetrl_conversion.safetensors_io import PartialFolder
@@ -160,20 +159,13 @@ class TorchDistWriter:
             paths = [self.folder.path / f"__{n}_0.distcp" for n in range(lanes)]
             self._files: list[BinaryIO] = [path.open("wb", buffering=0) for path in paths]
             self._lane_locks = [threading.Lock() for _ in range(lanes)]
-            self._reserve(lanes)
+            require_room(self.folder.final, sum(math.prod(s) * dtype.itemsize for dtype, s in tensors.values()))
             self._objects = list(objects)
             for key, value in objects.items():
                 self._append(0, key, None, [value])
         except BaseException:
             self.folder.discard()
             raise
-
-    def _reserve(self, lanes: int) -> None:
-        """Fail before writing if the disk cannot hold the tensors."""
-        need = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.tensors.values())
-        free = shutil.disk_usage(self.folder.path).free
-        if free < need:
-            raise OSError(28, f"needs {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free", str(self.folder.final))
 
     def write(self, lane: int, key: str, offsets: tuple[int, ...], tensor: torch.Tensor) -> None:
         """Store a chunk. `tensor` has as many dimensions as the whole and the declared dtype."""
@@ -200,8 +192,8 @@ class TorchDistWriter:
             except (OSError, RuntimeError):  # torch wraps the error of a write in one of its own
                 if tail.error is None:
                     raise
-                number = tail.error.errno or 0
-                raise OSError(number, f"{os.strerror(number)} while writing {key}", file.name) from None
+                with writing(Path(file.name)):
+                    raise tail.error from None
             end = file.seek(0, io.SEEK_END)
         with self._lock:
             self._storage[(key, offsets)] = (f"__{lane}_0.distcp", start, end - start)
@@ -218,9 +210,10 @@ class TorchDistWriter:
                     problems.append(f"{self.folder.final}: {key}: {got} of {math.prod(shape)} elements written")
             if problems:
                 raise ConversionError(problems)
-            with (self.folder.path / ".metadata").open("wb") as handle:
-                pickle.dump(self._metadata(), handle)
-            (self.folder.path / "metadata.json").write_text(json.dumps(FORMAT))
+            with writing(self.folder.final):
+                with (self.folder.path / ".metadata").open("wb") as handle:
+                    pickle.dump(self._metadata(), handle)
+                (self.folder.path / "metadata.json").write_text(json.dumps(FORMAT))
             self.folder.commit()
         except BaseException:
             self._discard()

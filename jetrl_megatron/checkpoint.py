@@ -2,21 +2,27 @@
 
 One step is one folder `OUTPUT/checkpoints/step_000010` in Megatron's distributed format (model and FP32 optimizer
 state resharded freely on load) with `state.json` beside it. A save writes into a folder with another name and renames
-it when all ranks are done, so a run killed at any moment finds the previous one.
+it when all ranks are done, so a run killed at any moment finds the previous one. A disk without room is noticed before
+anything is written, a quota when it is reached; both end the run with one error on all ranks and leave nothing behind.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+from jetrl_conversion.disk import FULL, disk_full, require_room
 from jetrl_conversion.safe_pickle import check_metadata
 from jetrl_megatron.checkpoint_names import path, steps
 from jetrl_megatron.megatron import patches
@@ -25,35 +31,94 @@ from jetrl_megatron.megatron.trainer import Trainer
 # `fully_reshardable` is the optimizer layout that loads at any TP, PP and DP.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
+BYTES_PER_PARAMETER = 2 + 3 * 4
+"""BF16 weight; FP32 master and two moments."""
+
+PROBE_BYTES = 4 << 20
+"""More than what a file system that refused a block may still have in pieces."""
+
 
 def save(trainer: Trainer, output: Path, state: dict[str, Any], keep_last: int) -> None:
     """Save on all ranks together. `state` (JSON) must hold `step`; it is what `load` returns.
 
     Raises:
-        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+        OSError: the disk is full or not writable, the same on all ranks; earlier checkpoints are untouched.
     """
     from megatron.core import dist_checkpointing
 
     patches.quiet_checkpoint_writer()
     final = path(output, state["step"])
     partial = final.with_name(f".{final.name}.partial")
-    if dist.get_rank() == 0:
+    need = BYTES_PER_PARAMETER * sum(math.prod(info.shape) for info in trainer.spec.tensors().values())
+
+    def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    dist.barrier()
-    with trainer.bf16_weights():
-        dist_checkpointing.save(_sharded(trainer, is_loading=False), str(partial), content_metadata=_METADATA)
-    dist.barrier()
+        require_room(partial, need)
+
+    with _complete_or_gone(partial, final, need):
+        _on_lead(begin)
+        with trainer.bf16_weights():
+            dist_checkpointing.save(_sharded(trainer, is_loading=False), str(partial), content_metadata=_METADATA)
+
+        def commit() -> None:
+            text = json.dumps(state | {"version": trainer.version}, indent=2)
+            (partial / "state.json").write_text(text + "\n")
+            _sync(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            _sync(final.parent)
+
+        _on_lead(commit)
     if dist.get_rank() == 0:
-        text = json.dumps(state | {"version": trainer.version}, indent=2)
-        (partial / "state.json").write_text(text + "\n")
-        _sync(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        _sync(final.parent)
         for old in steps(output)[:-keep_last]:
             shutil.rmtree(path(output, old))
     dist.barrier()
+
+
+@contextmanager
+def _complete_or_gone(partial: Path, final: Path, need: int) -> Iterator[None]:
+    """When a save fails, remove what it wrote; of a full disk or quota say the bytes that it needs and what is free."""
+    try:
+        yield
+    except CheckpointException as failure:  # on all ranks together
+        lines = [line for line in str(failure).splitlines() if line.strip()]
+
+        def explain() -> None:
+            full = _full(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise disk_full(final, full, need) if full else OSError(errno.EIO, lines[-1], str(final))
+
+        _on_lead(explain)
+    except OSError as error:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise disk_full(final, error.errno, need) if error.errno in FULL else error from None
+
+
+def _on_lead(work: Callable[[], None]) -> None:
+    """Run on rank 0; its OSError is raised on every rank. Collective."""
+    box: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if box[0]:
+        raise box[0]
+
+
+def _full(folder: Path) -> int:
+    """The system's number for what is full (disk or quota), or 0: torch's own error of a failed write has lost it."""
+    try:
+        with (folder / "probe").open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno if error.errno in FULL else 0
+    return 0
 
 
 def load(trainer: Trainer, folder: Path) -> dict[str, Any]:

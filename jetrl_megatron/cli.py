@@ -195,10 +195,10 @@ def main() -> None:
     sys.exit(call(sys.argv[1:]))
 
 
-def call(arguments: list[str]) -> int:
-    """Run the command line and return its exit status."""
+def call(arguments: list[str], command: typer.Typer = app) -> int:
+    """Run the command line (or the one command of a job's step) and return its exit status."""
     try:
-        status = app(arguments, standalone_mode=False)
+        status = command(arguments, standalone_mode=False)
     except KeyboardInterrupt:
         return _report(["interrupted"], 130)
     except Exception as error:

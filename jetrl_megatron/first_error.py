@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,13 @@ def write(run_folder: Path, node_rank: int, failures: Mapping[int, Any]) -> tupl
     job = f"{os.environ.get('SLURM_JOB_ID', 'local')}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
     order = f"{int(is_consequence(failure.exitcode, text))}-{failure.timestamp}-node{node_rank}"
     folder = run_folder / "errors"
-    folder.mkdir(parents=True, exist_ok=True)
     status = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "failed"
-    (folder / f"{job}-{order}.txt").write_text(f"rank {rank} on {socket.gethostname()} {status}\n{text.rstrip()}\n")
+    record = f"rank {rank} on {socket.gethostname()} {status}\n{text.rstrip()}\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{job}-{order}.txt").write_text(record)
+    except OSError:  # a full disk, which is most likely what the record is about
+        print(record, file=sys.stderr)
     return rank, failure
 
 

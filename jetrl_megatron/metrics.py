@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jetrl_conversion.disk import writing
+
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 
@@ -73,7 +75,7 @@ class MetricsWriter:
             raise ValueError(f"{self.path} holds steps {[x['step'] for x in kept]}, the checkpoint is of step {step}")
         self.close()
         part = self.path.with_name(f".{METRICS}.partial")
-        with part.open("w") as file:
+        with writing(self.path), part.open("w") as file:
             file.writelines(json.dumps(line) + "\n" for line in kept)
             file.flush()
             os.fsync(file.fileno())
@@ -95,13 +97,14 @@ class MetricsWriter:
         if self._file is None:
             self.resume(self._done)
         assert self._file is not None and self._board is not None
-        self._file.write(json.dumps({key: _plain(value) for key, value in values.items()}, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        for key, value in values.items():
-            if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._board.add_scalar(key, value, values["step"])
-        self._board.flush()
+        with writing(self.path):
+            self._file.write(json.dumps({key: _plain(value) for key, value in values.items()}, allow_nan=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            for key, value in values.items():
+                if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                    self._board.add_scalar(key, value, values["step"])
+            self._board.flush()
         self._done = values["step"]
         now = time.perf_counter()
         self._times.append(now - self._last)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jetrl_conversion.disk import writing
 from jetrl_megatron import signals
 from jetrl_megatron.config import Config, ConfigError
 
@@ -80,9 +81,10 @@ def only_run_in(output: Path) -> Iterator[None]:
                 time.sleep(1)
             except OSError:  # a file system without locks
                 break
-        file.truncate(0)
-        file.write(job + me + "\n")
-        file.flush()
+        with writing(output):
+            file.truncate(0)
+            file.write(job + me + "\n")
+            file.flush()
         yield
 
 
@@ -113,7 +115,8 @@ def write_run(config: Config, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     # Every node of a job writes the same file.
     part = output / f".config.json.{socket.gethostname()}.{os.getpid()}"
-    config.save(part)
+    with writing(output / "config.json"):
+        config.save(part)
     part.rename(output / "config.json")
 
 

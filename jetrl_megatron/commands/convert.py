@@ -130,5 +130,6 @@ def _layouts(train: str, rollout: str) -> list:
 
 
 def _done(dst: Path) -> None:
-    total = sum(file.stat().st_size for file in dst.rglob("*") if file.is_file())
-    typer.echo(f"{dst}: {total / 1e9:.2f} GB")
+    from jetrl_conversion.disk import size_text
+
+    typer.echo(f"{dst}: {size_text(sum(file.stat().st_size for file in dst.rglob('*') if file.is_file()))}")

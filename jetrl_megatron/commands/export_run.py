@@ -13,6 +13,8 @@ import json
 import sys
 from pathlib import Path
 
+import typer
+
 from jetrl_megatron.config import Config, ConfigError
 
 
@@ -21,6 +23,7 @@ def export(run: Path) -> list[Path]:
 
     Raises:
         ConfigError: `run` holds no run, or no complete checkpoint.
+        OSError: the disk is full; what is complete stays.
     """
     from jetrl_conversion import convert
     from jetrl_megatron import checkpoint_names
@@ -45,6 +48,14 @@ def export(run: Path) -> list[Path]:
     return [plain, fp8]
 
 
-if __name__ == "__main__":
-    for made in export(Path(sys.argv[1])):
+def _command(run: Path) -> None:
+    for made in export(run):
         print(f"exported {made}")
+
+
+if __name__ == "__main__":
+    from jetrl_megatron import cli
+
+    command = typer.Typer(add_completion=False)
+    command.command()(_command)
+    sys.exit(cli.call(sys.argv[1:], command))

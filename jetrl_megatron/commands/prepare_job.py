@@ -49,8 +49,6 @@ def _command(recipe: str, set_: list[str] = typer.Option([], "--set")) -> None: 
 if __name__ == "__main__":
     from jetrl_megatron import cli
 
-    # Errors are printed as `jetrl` prints its own.
     command = typer.Typer(add_completion=False)
     command.command()(_command)
-    cli.app = command
-    sys.exit(cli.call(sys.argv[1:]))
+    sys.exit(cli.call(sys.argv[1:], command))

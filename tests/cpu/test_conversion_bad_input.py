@@ -212,13 +212,14 @@ def test_disk_full(hf, tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000));"
         "getattr(convert, sys.argv[1])(sys.argv[2], sys.argv[3])"
     )
-    for command in ("hf_to_fp8", "hf_to_megatron"):
+    convert.hf_to_megatron(hf, tmp_path / "megatron")
+    for command, source in (("hf_to_fp8", hf), ("hf_to_megatron", hf), ("megatron_to_hf", tmp_path / "megatron")):
         done = subprocess.run(
-            [sys.executable, "-c", code, command, hf, tmp_path / "out"], capture_output=True, text=True
+            [sys.executable, "-c", code, command, source, tmp_path / "out"], capture_output=True, text=True
         )
         assert done.returncode != 0
         last = done.stderr.splitlines()[-1]
-        assert "File too large" in last and ".out.partial/" in last  # names the file
+        assert "File too large" in last and ".out.partial/" in last and "are free" in last
         assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out.partial"))
     convert.hf_to_fp8(hf, tmp_path / "out")
 

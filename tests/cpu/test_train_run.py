@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,12 +110,22 @@ def test_a_second_run_into_the_same_folder_is_refused(whole, model):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_killed_rank_stops_the_others_and_resuming_with_a_killed_engine_ends_in_the_same_metrics(
-    whole, model, tmp_path
-):
+def test_a_full_disk_a_killed_rank_and_a_killed_engine_end_in_the_same_metrics(whole, model, tmp_path):
     output, log = tmp_path / "broken", tmp_path / "log"
     process = start(command(model, output), log)
     try:
+        wait_for_step(process, 2, log)
+        for rank in (0, 1):  # a quota: what is there stays, new files end at half of a rank's part of a checkpoint
+            child(process, "jetrl_megatron.worker", rank).rlimit(psutil.RLIMIT_FSIZE, (5_000_000, -1))
+        assert process.wait(120) == 1
+        said = (
+            rf"error: trainer rank \d exited with 1: OSError: .* \(needs .* free\): '{output}/checkpoints/step_00000\d'"
+        )
+        assert re.search(said, log.read_text()), log.read_text()[-3000:]
+        kept = [p.name for p in (output / "checkpoints").iterdir()]
+        assert kept in ([], ["step_000002"]), "complete or gone"
+
+        process = start(command(model, output, "--resume"), log)
         wait_for_step(process, 3, log)
         child(process, "jetrl_megatron.worker", rank=1).send_signal(signal.SIGKILL)
         died = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,18 @@ def test_a_checkpoint_that_was_never_finished_does_not_count_and_is_replaced(run
     seen = run("tp2")
     assert seen["steps_before"] == []
     assert seen["folders"] == ["step_000001"]
+
+
+def test_a_full_disk_is_said_on_every_rank_and_leaves_the_last_checkpoint_alone(run):
+    """Before anything is written, and half-way; that the step before is whole is shown by the test of resuming."""
+    seen = run("tp2")
+    for before, half_way in seen["full_disk"]:
+        folder = r"checkpoints/step_000002'$"
+        assert re.fullmatch(
+            rf"\[Errno 28\] No space left on device \(needs \d.* GB, \d.* are free\): .*{folder}", before
+        )
+        assert re.fullmatch(rf"\[Errno 27\] File too large \(needs \d+\.\d MB, \d.* are free\): .*{folder}", half_way)
+    assert len(seen["full_disk"]) == 2 and seen["folders"] == ["step_000001"]
 
 
 @pytest.mark.parametrize("size", ["tp1", "tp2", "pp2"])

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import random
+import resource
 import sys
 from pathlib import Path
 
@@ -71,6 +72,22 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(from_all(len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))))
 
 
+def full_disk(trainer: Trainer, output: Path) -> list[list[str]]:
+    """What every rank says to a disk that has no room for step 2, and to a limit (a quota) that it runs into."""
+    errors, per_parameter = [], checkpoint.BYTES_PER_PARAMETER
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for need, limit in ((1 << 50, unlimited[0]), (per_parameter, 100_000)):
+        checkpoint.BYTES_PER_PARAMETER = need
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+        try:
+            checkpoint.save(trainer, output, {"step": 2}, keep_last=1)
+        except OSError as error:
+            errors.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    checkpoint.BYTES_PER_PARAMETER = per_parameter
+    return from_all(errors)
+
+
 def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> None:
     config = Config()
     config.precision.mode = mode  # type: ignore[assignment]
@@ -108,6 +125,7 @@ def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> No
     seen["steps_before"] = checkpoint_names.steps(output)
     dist.barrier()
     checkpoint.save(trainer, output, {"step": 1}, keep_last=1)
+    seen["full_disk"] = full_disk(trainer, output)
     seen["folders"] = sorted(p.name for p in (output / "checkpoints").iterdir())
     trainer.step(batches, loss)
     after = state(trainer)
