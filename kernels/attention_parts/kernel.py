@@ -83,15 +83,14 @@ def merge_parts(
 ) -> tuple[Tensor, Tensor]:
     """See `attention_parts.merge_parts`; BF16, D a power of two of at least 16."""
     planes, tokens, heads, dim = parts.shape
-    if out is None:
-        out = parts.new_empty((tokens, heads, dim))
+    result: Tensor = parts.new_empty((tokens, heads, dim)) if out is None else out
     total = torch.empty((heads, tokens), dtype=torch.float32, device=parts.device)
     if tokens:
         _kernel[(tokens, triton.cdiv(heads, HEADS_EACH))](
             parts,
             lse,
             lengths,
-            out,
+            result,
             total,
             planes,
             tokens,
@@ -99,7 +98,7 @@ def merge_parts(
             parts.stride(0),
             parts.stride(1),
             *lse.stride(),
-            out.stride(0),
+            result.stride(0),
             part,
             OWN_LAST=own_last,
             DIM=dim,
@@ -107,4 +106,4 @@ def merge_parts(
             num_warps=4,
             enable_fp_fusion=False,
         )
-    return out, total
+    return result, total

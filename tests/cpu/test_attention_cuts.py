@@ -24,8 +24,8 @@ def textbook(q, k, v, scale, *, causal, starts, longest, longest_k, rows=None, s
     for s in range(starts.shape[0] - 1):
         begin = int(starts[s])
         end = int(starts[s + 1]) if rows is None else begin + int(rows[s])
-        first_key = 0 if starts_k is None else int(starts_k[s])
-        count = int(keys[s]) if keys is not None else int(starts_k[s + 1]) - first_key
+        first_key, next_key = (0, 0) if starts_k is None else starts_k[s : s + 2].tolist()
+        count = next_key - first_key if keys is None else int(keys[s])
         assert end - begin <= longest and (end == begin or count <= longest_k)
         if end == begin:
             continue
