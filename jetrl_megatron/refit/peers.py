@@ -6,8 +6,10 @@ away and made anew, without its dead members, when a transfer fails: after one t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -54,7 +56,8 @@ class Peers:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = wait
-                self.group = dist.ProcessGroupNCCL(prefix, place, len(self.members), options)
+                with _errors_to_the_caller():
+                    self.group = dist.ProcessGroupNCCL(prefix, place, len(self.members), options)
             else:
                 self.group = dist.ProcessGroupGloo(prefix, place, len(self.members), wait)
         except RuntimeError as error:
@@ -81,7 +84,7 @@ class Peers:
             TransferFailed: after the time-out, or at once when the peer is gone.
         """
         try:
-            if self.device.type == "cuda":  # NCCL's own wait orders streams, and ends the process at its time-out
+            if self.device.type == "cuda":  # without the pauses of NCCL's own wait, which then raises what went wrong
                 deadline = time.monotonic() + self.timeout_s
                 while not work.is_completed():
                     if time.monotonic() > deadline:
@@ -96,3 +99,17 @@ class Peers:
         if self.device.type == "cuda":
             self.group.abort()
         del self.group
+
+
+@contextlib.contextmanager
+def _errors_to_the_caller() -> Iterator[None]:
+    """An NCCL group made within raises from `wait` when a peer is gone; any other ends the process by its watchdog."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

@@ -61,10 +61,12 @@ def main(output: Path, node: int, index: int) -> int:
     signals.ignore()
     config = Config.from_dict(json.loads((output / "config.json").read_text()))
     spec, wait = load_model_spec(config.model.path), config.rollout.start_timeout_s
-    places = Places.of(config, config.parallel.world_size // config.parallel.nodes)
-    device = (
-        torch.device("cuda", 0) if config.train.device != "cpu" and torch.cuda.is_available() else torch.device("cpu")
-    )
+    gpu = config.train.device != "cpu" and torch.cuda.is_available()
+    places = Places.of(config, config.parallel.world_size // config.parallel.nodes, gpu)
+    device = torch.device("cpu")
+    if gpu:  # the engine of rank `index` reads from it
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
     torch.set_num_threads(config.train.threads)
     fp8 = fp8_tensors(spec, config) if config.precision.mode != "bf16" else set()
 

@@ -1,0 +1,84 @@
+"""`jetrl train` over several nodes of one GPU each: two trainer ranks at TP=2, engines elsewhere or beside both.
+
+Nothing but folders is shared between the nodes. On a single GPU all nodes share it (`ranks.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import Processes, free_port, needs_hopper, node
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow, pytest.mark.timeout(900), needs_hopper]
+
+QUESTIONS = [f"What is {n + 7} - {n}?" for n in range(64)]
+COMMON = {
+    "model.max_length": 64,
+    "parallel.tp": 2,
+    "parallel.nodes": 2,
+    "rollout.enforce_eager": "true",
+    "rollout.max_response_tokens": 16,
+    "rollout.max_num_seqs": 64,
+    "rollout.max_num_batched_tokens": 1024,
+    "rollout.memory_gib": 0.5,
+    "refit.staging_mib": 1,
+    "refit.timeout_s": 60,
+    "grpo.prompts_per_step": 8,
+    "grpo.group_size": 8,
+    "optimizer.lr": 1e-3,
+    "data.options": "{}",
+    "train.checkpoint_every": 2,
+}
+LAYOUTS = {
+    "apart": {"rollout.nodes": 1, "rollout.colocated": "false"},
+    "beside": {"rollout.replicas": 2, "rollout.colocated": "true"},
+}
+"""The engine on a third node, or one beside each trainer rank, whose weights come half from the other node."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> dict[str, object]:
+    from jetrl_megatron.tiny import make_tiny_model
+
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder / "model", 7, heads=4, kv_heads=2, hidden=512, ffn=1024, questions=QUESTIONS)
+    # A model that knows nothing says the right digit now and then: there is something to learn, and weights move.
+    lines = [json.dumps({"question": question, "answer": "7"}) for question in QUESTIONS]
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    return COMMON | {"model.path": folder / "model", "data.name": folder / "data.jsonl"}
+
+
+def train(settings: dict[str, object], steps: int, output: Path, *flags: str) -> list[dict]:
+    """The run's metrics so far."""
+    settings = settings | {"train.steps": steps}
+    count = 2 + int(str(settings.get("rollout.nodes", 0)))
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    meet = {"JETRL_NNODES": str(count), "JETRL_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
+    nodes = [node(index, count) | meet | {"JETRL_NODE_RANK": str(index)} for index in range(count)]
+    command = ["-m", "jetrl_megatron.cli", "train", "tiny_2gpu_jetrl", "--output", str(output), *flags, *words]
+    with Processes(f"{output.name}-to-{steps}", command, nodes, output.parent) as running:
+        try:
+            running.wait(400)
+        except AssertionError as error:
+            logs = [f"--- {log.name}\n{Processes.tail(log)}" for log in sorted(output.glob("*.log"))]
+            raise AssertionError("\n".join([str(error), *logs])) from None
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_refits_reach_engines_of_other_nodes_and_a_run_resumes(settings, layout: str, tmp_path: Path) -> None:
+    chosen = settings | LAYOUTS[layout]
+    lines = train(chosen, 3, tmp_path / layout)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["refit_tensors"] > 20 and line["refit_tensors_mismatched"] == 0 for line in lines)
+    # `apart`: the whole model goes to another node. `beside`: to each node what the other one holds.
+    share = 1.0 if layout == "apart" else 0.5
+    assert all(line["refit_wire_bytes"] == pytest.approx(share * line["refit_bytes"], rel=0.2) for line in lines)
+    assert any(line["grad_norm"] > 0 for line in lines)
+    if layout == "apart":
+        resumed = train(chosen, 5, tmp_path / layout, "--resume")
+        assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5]
+        assert resumed[:3] == lines
+        assert all(line["refit_tensors_mismatched"] == 0 for line in resumed)

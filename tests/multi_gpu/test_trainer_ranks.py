@@ -1,0 +1,132 @@
+"""Trainers of two ranks on GPUs against one of one rank, and their refits to a real engine of one GPU.
+
+On a single GPU the ranks share it (`ranks.py`): all but speed is tested.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Processes, free_port, needs_hopper, rank
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow, pytest.mark.timeout(600), needs_hopper]
+
+SCRIPT = Path(__file__).with_name("trainer_ranks.py")
+TE = ["precision.linear_backend=te"]
+SP = ["parallel.sequence_parallel=true"]
+WORLDS = {
+    "one": (1, [], {"jetrl": [], "te": TE}),
+    "tp2": (2, ["parallel.tp=2"], {"jetrl": [], "sp": SP, "te": TE, "te-sp": [*TE, *SP]}),
+    "pp2": (2, ["parallel.pp=2"], {"jetrl": [], "te": TE}),
+    "dp2": (2, ["parallel.dp=2"], {"jetrl": [], "te": TE, "fp8_param": ["precision.fp8_param=true"]}),
+}
+"""Name -> number of ranks, parallel sizes, cases."""
+ENGINE = ("tp2", "pp2")
+"""Worlds whose first case an engine follows."""
+MANY = ["tp2", "pp2", "dp2"]
+
+Seen = Callable[[str, str], dict]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> Iterator[Seen]:
+    """What a world saw in a case; all worlds run at once."""
+    from jetrl_megatron.tiny import make_tiny_model
+
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), 7, heads=4, kv_heads=2, hidden=512, ffn=1024)
+    running: dict[str, Processes] = {}
+    folders: dict[str, Path] = {}
+    for name, (count, sizes, cases) in WORLDS.items():
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        refit = "jetrl" if name in ENGINE else None
+        settings = {"model": str(model), "folder": str(folder), "sizes": sizes, "cases": cases, "refit": refit}
+        (folder / "settings.json").write_text(json.dumps(settings))
+        port = free_port()
+        environments = [rank(index, count, port) for index in range(count)]
+        running[name] = Processes(name, [str(SCRIPT), str(folder / "settings.json")], environments, folder)
+
+    def look(name: str, case: str) -> dict:
+        found = folders[name] / "seen.json"
+        try:
+            running[name].wait(400)
+        except AssertionError as error:
+            if not found.exists() or case not in json.loads(found.read_text()):
+                raise
+            print(f"later: {error}")
+        return json.loads(found.read_text())[case]
+
+    yield look
+    for processes in running.values():
+        processes.close()
+
+
+def _flat(parts: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([value for part in parts for value in part])
+
+
+@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize("backend", ["jetrl", "te"])
+def test_fp8_bytes_do_not_depend_on_parallel_sizes(seen: Seen, world: str, backend: str) -> None:
+    one, many = seen("one", backend)["digests"], seen(world, backend)["digests"]
+    assert any(name.endswith("_scale_inv") for name in one)
+    assert many == one
+
+
+@pytest.mark.parametrize("world", ["pp2", "dp2"])
+@pytest.mark.parametrize("backend", ["jetrl", "te"])
+def test_log_probs_of_pipeline_and_data_parallel_ranks_are_those_of_one(seen: Seen, world: str, backend: str) -> None:
+    assert torch.equal(_flat(seen(world, backend)["logprobs"]), _flat(seen("one", backend)["logprobs"]))
+
+
+def test_sequence_parallel_gives_the_log_probs_of_tensor_parallel(seen: Seen) -> None:
+    assert torch.equal(_flat(seen("tp2", "sp")["logprobs"]), _flat(seen("tp2", "jetrl")["logprobs"]))
+
+
+@pytest.mark.parametrize("case", ["jetrl", "te", "te-sp"])
+def test_log_probs_of_tensor_parallel_are_near_those_of_one(seen: Seen, case: str) -> None:
+    """Two partial sums of a GEMM, added in FP32 (`te`: rounded to BF16 first), are another rounding than one sum's."""
+    found = (_flat(seen("tp2", case)["logprobs"]) - _flat(seen("one", case.partition("-")[0])["logprobs"])).abs()
+    print(f"tp2 {case}: mean {float(found.mean()):.2e}, largest {float(found.max()):.2e}")
+    assert found.mean() < 1e-2
+    assert found.max() < 0.15
+
+
+@pytest.mark.parametrize("world", MANY)
+def test_a_step_has_the_loss_and_gradient_of_one_rank(seen: Seen, world: str) -> None:
+    for case in WORLDS[world][2]:
+        one, many = seen("one", "te" if case.startswith("te") else "jetrl"), seen(world, case)
+        print(f"{world} {case}: loss {many['loss']} of {one['loss']}, norm {many['grad_norm']} of {one['grad_norm']}")
+        assert many["loss"] == pytest.approx(one["loss"], rel=5e-3, abs=1e-3)
+        assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=3e-2)
+
+
+@pytest.mark.parametrize("world", ["one", *MANY])
+def test_bytes_after_a_step_are_those_of_the_weights(seen: Seen, world: str) -> None:
+    for case in WORLDS[world][2]:
+        many = seen(world, case)
+        assert many["digests_after_step"].keys() == many["digests"].keys()
+        assert many["digests_after_step"] != many["digests"]
+        assert case.startswith("te") or many["bytes_of_the_weights"], case
+
+
+@pytest.mark.parametrize("world", ["one", *MANY])
+def test_a_checkpoint_restores_every_rank(seen: Seen, world: str) -> None:
+    assert {case: seen(world, case)["restored"] for case in WORLDS[world][2]} == dict.fromkeys(WORLDS[world][2], True)
+
+
+@pytest.mark.parametrize("way", ["cuda-ipc", "nccl"])
+@pytest.mark.parametrize("world", ENGINE)
+def test_an_engine_of_one_gpu_holds_the_bytes_of_two_ranks(seen: Seen, world: str, way: str) -> None:
+    reports = seen(world, "refits")[way]
+    tensors = len(seen(world, "jetrl")["digests"])
+    assert [(r["tensors"], r["mismatched"]) for r in reports] == [(tensors, 0)] * 2
+    if way == "nccl":
+        assert all(r["chunks"] > 1 for r in reports)
+        # What the other node holds of the model, once: a half, and for PP the norms and one copy of the embedding.
+        assert all(0.3 * r["nbytes"] < r["wire"] < 0.75 * r["nbytes"] for r in reports)
+    else:
+        assert all(r["wire"] == 0 for r in reports)
