@@ -48,6 +48,8 @@ class PackedBatch:
     """int64 `[T]`: the next token of the same sequence; 0 where there is none"""
     mask: Tensor
     """bool `[T]`: this position predicts a token that the policy sampled"""
+    predicting: Tensor
+    """int64 `[P]`: the positions where `mask` holds, known here so that nothing waits for the device to count them"""
     engine_logp: Tensor
     """float32 `[T]`"""
     advantages: Tensor
@@ -100,6 +102,7 @@ def pack(sequences: Sequence[Sample], length: int, pad_id: int = 0) -> PackedBat
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         targets=targets,
         mask=mask,
+        predicting=mask.nonzero().squeeze(1),
         engine_logp=engine_logp,
         advantages=advantages,
         sequence=sequence,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -39,6 +41,8 @@ def trainer_side(trainer: Trainer, batch: PackedBatch | None, start: int, length
     digests: dict[str, int] = {}
     logp: list[float] = []
     if batch is not None:
+        # The prompt's tokens too: the engine scores them all.
+        batch = replace(batch, predicting=torch.arange(start, start + length - 1, device=batch.tokens.device))
         with watched(trainer, start, length) as seen:
             last = forward.logprobs(
                 trainer.model, [batch], temperature=1.0, vocab_size=trainer.spec.vocab_size, exact=True

@@ -19,7 +19,8 @@ from jetrl_megatron.batch import PackedBatch
 from jetrl_megatron.megatron.model import unwrap
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(batch, logp `[T]`, entropy `[T]`) -> (sum over this micro-batch divided by the step's denominator, stats)."""
+"""(batch, logp `[T]`, entropy `[T]`) -> (sum over this micro-batch divided by the step's denominator, stats). Log-prob
+and entropy are 0 but at `batch.predicting`."""
 
 
 @dataclass
@@ -30,7 +31,10 @@ class PackedSequences(PackedSeqParams):
 
 
 def _logprobs(hidden_states: Tensor, output_layer, output_weight, context, config, **_) -> Tensor:
-    """Output processor of GPTModel: final hidden states `[T(/tp), 1, H]` -> FP32 `[2, T]` (log-prob, entropy)."""
+    """Output processor of GPTModel: final hidden states `[T(/tp), 1, H]` -> FP32 `[2, T]` (log-prob, entropy).
+
+    Prompts and padding do not reach the head, the widest matrix of the model; there both are 0.
+    """
     batch, temperature, vocab_size, exact = context
     weight = output_weight if output_weight is not None else output_layer.weight
     group = output_layer.tp_group
@@ -38,10 +42,10 @@ def _logprobs(hidden_states: Tensor, output_layer, output_weight, context, confi
         hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-    logp, entropy = fused_logprob(
-        hidden.squeeze(1),
+    found = fused_logprob(
+        hidden.squeeze(1).index_select(0, batch.predicting),
         weight,
-        batch.targets,
+        batch.targets[batch.predicting],
         vocab_start=group.rank() * weight.shape[0],
         vocab_size=vocab_size,
         temperature=temperature,
@@ -50,7 +54,8 @@ def _logprobs(hidden_states: Tensor, output_layer, output_weight, context, confi
         # Gathering logits costs a GPU bandwidth that only exact parity is worth.
         whole=exact or group.size() == 1 or not hidden.is_cuda,
     )
-    return torch.stack([logp, entropy])
+    everywhere = torch.zeros(2, hidden.shape[0], device=hidden.device)
+    return everywhere.index_copy(1, batch.predicting, torch.stack(found))
 
 
 def run(
@@ -125,7 +130,7 @@ def logprobs(
     vocab_size: int,
     exact: bool = False,
 ) -> list[Tensor]:
-    """FP32 log-probs `[T]` of the targets of every micro-batch, no gradient; empty except on the last stage."""
+    """FP32 log-probs `[T]` of every micro-batch (0 but at `predicting`); without gradient; only on the last stage."""
 
     def keep(batch: PackedBatch, logp: Tensor, entropy: Tensor):
         return logp.sum() * 0.0, {"logp": logp.detach()}
