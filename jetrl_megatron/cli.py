@@ -131,7 +131,7 @@ def launch(
 def estimate(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
     set_: Set = [],  # noqa: B006
-    nodes: Annotated[int | None, typer.Option(help="Spread the recipe over this many nodes.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Spread the recipe over this many nodes.")] = None,
     gpu: Annotated[str, typer.Option(help="GPU whose peak and bandwidth are used.")] = "h100",
 ) -> None:
     """Memory per GPU and a first-order step time of a recipe, from data-sheet figures: an estimate.

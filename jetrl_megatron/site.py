@@ -121,16 +121,17 @@ def _problems(site: Site) -> list[str]:
     if site.container.image and site.python.bin:
         found.append("python.bin: the container has its own Python; give container.image or python.bin")
     for mount in site.container.mounts:
-        if not isinstance(mount, str) or not re.fullmatch(r"/[^:]*:/[^:]*(:\w+)?", mount):
+        if not isinstance(mount, str) or not re.fullmatch(r"/[^:]*:/[^:]*(:[\w+]+)?", mount):
             found.append(f"container.mounts: {mount!r} is not /outside:/inside")
     if site.container.image:
+        mounts = [str(mount).split(":") for mount in site.container.mounts]
         for key in ("jobs", "models"):
             value = getattr(site.paths, key)
-            if value and not any(
-                Path(value).is_relative_to(str(m).partition(":")[2].partition(":")[0] or "-")
-                for m in site.container.mounts
-            ):
+            seen = [m for m in mounts if len(m) > 1 and Path(value).is_relative_to(m[1] or "-")]
+            if value and not seen:
                 found.append(f"paths.{key}: {value} is under none of container.mounts, the job would not see it")
+            elif key == "jobs" and value and not any(outside == inside for outside, inside, *_ in seen):
+                found.append(f"paths.jobs: {value} must have the same path outside: mount {seen[-1][1]}:{seen[-1][1]}")
     for name, value in site.env.items():
         if name not in entries():
             found.append(f"env.{name}: not on the list of slurm/env.sh, {nearest(name, entries())}")

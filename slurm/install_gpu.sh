@@ -57,6 +57,8 @@ if [ ${#problems[@]} -gt 0 ]; then
     exit 1
 fi
 
+# Bytecode now: in an image that nobody can write to, every rank would compile at every start.
+export UV_COMPILE_BYTECODE=1
 uv sync --no-group cpu --group gpu --no-install-package transformer-engine-torch
 site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 CPATH="$(include_path "$site")${CPATH:+:$CPATH}"

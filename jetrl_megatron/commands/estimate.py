@@ -29,7 +29,8 @@ def rows() -> list[Row]:
     from jetrl_recipes import registry
 
     found = []
-    for name, config in registry.all().items():
+    # From the laptop to four nodes, as in the README.
+    for name, config in sorted(registry.all().items(), key=lambda item: gpus(item[1])):
         peak = memory(config, gpu(DEFAULT_GPU)).peak / GIB
         where = f"{gpus(config)} x {DEFAULT_GPU.upper()}" if gpus(config) else "CPU"
         model = config.model.path.rsplit("/", 1)[-1]
@@ -133,11 +134,16 @@ def run(recipe: str, overrides: Sequence[str] = (), nodes: int | None = None, de
 
     config = apply_overrides(registry.get(recipe), overrides)
     config.validate()
+    own = config
     if nodes is not None:
         config = on_nodes(config, nodes)
     chosen = gpu(device)
     found = problems(config, chosen)
     if not any("cannot be built" in line or "parallel.ep" in line for line in found):
         print(report(config, chosen))
+        if config is not own:
+            p = config.parallel
+            sizes = f"parallel.nodes={p.nodes} parallel.dp={p.dp} rollout.replicas={config.rollout.replicas}"
+            print("These sizes: " + " ".join(f"--set {size}" for size in sizes.split()))
     if found:
         raise ConfigError(found)

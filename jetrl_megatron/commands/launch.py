@@ -263,9 +263,18 @@ def run(
             return 0
         folder.mkdir(parents=True, exist_ok=True)
         return 0 if run_local(job, stamp) else 1
-    loaded = sites.load(site)
-    folder = output or Path(loaded.paths.jobs) / "runs" / f"{recipe}-{stamp}"
-    job = make_job(recipe, overrides, loaded, run_folder=folder.absolute(), environ=os.environ, device=device)
+    loaded, job, found = None, None, []
+    try:
+        loaded = sites.load(site)
+    except ConfigError as error:
+        found += error.problems
+    folder = output or Path(loaded.paths.jobs if loaded else ".") / "runs" / f"{recipe}-{stamp}"
+    try:
+        job = make_job(recipe, overrides, loaded, run_folder=folder.absolute(), environ=os.environ, device=device)
+    except ConfigError as error:
+        found += error.problems
+    if found or job is None or loaded is None:
+        raise ConfigError(found)
     if dry_run:
         print(render(job, loaded, stamp), end="")
         return 0

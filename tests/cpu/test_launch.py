@@ -195,6 +195,20 @@ def test_container_must_see_the_folders(tmp_path: Path):
         site(tmp_path, EXAMPLE.replace('"/shared/models"', '"/models"'))
 
 
+def test_jobs_have_one_path_outside_and_inside(tmp_path: Path):
+    """Slurm opens the log and the batch script makes the run's folder on the host."""
+    with pytest.raises(ConfigError, match=r"paths.jobs: /shared/me/jetrl must have the same path outside: mount /sha"):
+        site(tmp_path, EXAMPLE.replace('"/shared:/shared"', '"/lustre:/shared:rw+rprivate"'))
+
+
+def test_site_and_recipe_are_refused_at_once(tmp_path: Path):
+    (tmp_path / "site.toml").write_text(EXAMPLE.replace("partition", "partitoin"))
+    with pytest.raises(ConfigError) as error:
+        launch.run("tiny_cpu_jetrl", ["grpo.group_sise=4"], site=tmp_path / "site.toml")
+    words = ("slurm.partitoin: unknown key, did you mean 'partition'", "slurm.partition: missing", "grpo.group_size")
+    assert all(word in found for word, found in zip(words, error.value.problems, strict=True))
+
+
 def test_example_site_is_not_submitted_to(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError) as error:
