@@ -137,7 +137,7 @@ def test_unknown_gpu_names_the_nearest():
 
 def test_list_shows_every_recipe():
     rows = {row.name: row for row in estimate.rows()}
-    assert sorted(rows) == sorted(registry.names()) and list(rows)[0].startswith("tiny_cpu")
+    assert sorted(rows) == sorted(registry.names()) and next(iter(rows)).startswith("tiny_cpu")
     assert rows["tiny_cpu_jetrl"].gpus == "CPU"
     assert rows["qwen3_32b_8k_jetrl"].gpus == "32 x H100"
     assert float(rows["qwen3_32b_8k_jetrl"].memory.split()[0]) * GIB < H100.memory
