@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterable, Iterator
+
 import psutil
 import torch
 from recording_worker import RecordingWorker
@@ -22,3 +26,20 @@ class FaultyWorker(RecordingWorker):
         kept = rows[first : first + count].clone()
         rows[first : first + count] = rows[second : second + count]
         rows[second : second + count] = kept
+
+    def die_while_copying(self, after: int) -> None:
+        """End this process when it has copied `after` tensors of the next version."""
+        engine = self.weight_transfer_engine
+        check = engine.check
+
+        def some(sources: Iterable) -> Iterator:
+            for number, pair in enumerate(sources):
+                if number == after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield pair
+
+        def armed(values):
+            message, sources = check(values)
+            return message, some(sources)
+
+        engine.check = armed  # type: ignore[method-assign, assignment]

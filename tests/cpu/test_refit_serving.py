@@ -33,7 +33,13 @@ def test_a_replica_serves_what_was_compared_or_nothing(tmp_path):
     config.rollout.memory_gib = 0.25
     config.rollout.start_timeout_s = 900.0
     sender = Sender(spec, quantized)
-    engine = RolloutEngine(tmp_path / "model", config, quantized=quantized, output=tmp_path)
+    engine = RolloutEngine(
+        tmp_path / "model",
+        config,
+        quantized=quantized,
+        output=tmp_path,
+        worker_extension="rollout_faults.FaultyWorker",
+    )
     hub = Hub("127.0.0.1")
     agent = Agent([engine], lambda: hub.address, 60.0)
     remote = RemoteEngine(0, 1, hub, config)
@@ -77,6 +83,28 @@ def test_a_replica_serves_what_was_compared_or_nothing(tmp_path):
         assert pool.load(sender.message(5, weights[0]), digests) == 0
         last = pool.generate(PROMPTS, SEEDS, TRAINING)
         assert [(a.token_ids, a.version) for a in last] == [(a.token_ids, 5) for a in first]
+
+        # It dies with some tensors of the new version copied: a fresh process gets the whole of it.
+        before = engine.pid
+        engine.call_workers("die_while_copying", 5)
+        assert pool.load(sender.message(6, weights[1]), held) == 0
+        assert engine.pid != before
+        again = pool.generate(PROMPTS, SEEDS, TRAINING)
+        assert [(a.token_ids, a.version) for a in again] == [(a.token_ids, 6) for a in second]
+
+        # The same with a version in chunks, of which the first is nowhere any more: out of rotation, nothing is served.
+        for number, message in enumerate(sender.messages(7, weights[2], chunks=2)):
+            if number == 0:
+                pool.load(message)
+                with pytest.raises(GenerationRefused, match="no complete version"):
+                    remote.generate(PROMPTS, SEEDS, TRAINING)
+                engine.call_workers("die_while_copying", 2)
+            else:
+                with pytest.raises(EngineDied, match="SIGKILL"):
+                    pool.load(message, digests)
+        assert pool.serving == []
+        with pytest.raises(EngineDied):
+            pool.generate(PROMPTS, SEEDS, TRAINING)
     finally:
         pool.close()
         agent.close()
