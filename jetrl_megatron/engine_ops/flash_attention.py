@@ -95,7 +95,7 @@ def cut(starts: Tensor, contexts: Tensor, tokens: int, longest_k: int, part: int
     Args:
         starts: int32 `[S + 1]`, first query row of each sequence.
         contexts: int32 `[S]`, keys of each sequence, its queries included.
-        tokens: T, which is also `starts[-1]`.
+        tokens: T; rows from `starts[-1]` on see nothing.
         longest_k: at least the largest context.
     """
     parts = parts_of(longest_k, part)
@@ -106,10 +106,10 @@ def cut(starts: Tensor, contexts: Tensor, tokens: int, longest_k: int, part: int
     row = torch.minimum((border - before[:, None]).clamp_(min=0), counts[:, None])
     own = row.diff(dim=1)
     own_keys = (contexts[:, None] - border[:-1]).clamp_(max=part).masked_fill_(own == 0, 0)
-    sequence = torch.searchsorted(
-        starts[1:], torch.arange(tokens, device=starts.device, dtype=torch.int32), right=True, out_int32=True
-    )
-    lengths = torch.arange(1, tokens + 1, device=starts.device, dtype=torch.int32) + (before - first)[sequence]
+    token = torch.arange(tokens, device=starts.device, dtype=torch.int32)
+    sequence = torch.searchsorted(starts[1:], token, right=True)
+    lengths = token + 1 + (before - first)[sequence.clamp_(max=counts.shape[0] - 1)]
+    lengths.masked_fill_(token >= starts[-1], 0)
     return Cuts(
         part=part,
         parts=parts,
@@ -123,7 +123,9 @@ def cut(starts: Tensor, contexts: Tensor, tokens: int, longest_k: int, part: int
     )
 
 
-def cut_packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, part: int = PART):
+def cut_packed(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, part: int = PART
+) -> tuple[Tensor, Tensor]:
     """Causal attention within packed sequences `[T, heads, D]` that are their own keys: (output, log-sum-exp)."""
     tokens = q.shape[0]
     cuts = cut(starts, starts.diff(), tokens, longest, part)
