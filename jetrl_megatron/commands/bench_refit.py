@@ -37,7 +37,7 @@ def refit(
 
     Examples: jetrl bench refit models/Qwen3-8B
     jetrl bench refit Qwen3-0.6B --cpu --layers 4 --trainer tp=2,pp=2 --replicas 2
-    jetrl bench refit Qwen3-235B-A22B --simulate --trainer tp=4,pp=4,ep=8,dp=2 --replicas 16 --rollout-tp 8
+    jetrl bench refit Qwen3-235B-A22B --simulate --trainer tp=4,pp=2,ep=8,dp=4 --replicas 32 --rollout-tp 4
     """
     if not cpu and not simulate:
         need_gpu()

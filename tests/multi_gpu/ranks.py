@@ -7,6 +7,7 @@ every line of the program runs as between nodes, and nothing is learned about sp
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import multiprocessing
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -67,6 +69,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _end_with_the_test() -> None:
+    multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+
+
 class Processes:
     """`python COMMAND` once for each set of variables; logs are FOLDER/NAME-INDEX.log. Ended with the block."""
 
@@ -81,6 +87,7 @@ class Processes:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
+                    preexec_fn=_end_with_the_test,
                 )
             self.running.append(process)
 

@@ -24,7 +24,7 @@ def test_bytes_arrive_at_the_speed_of_the_link(tmp_path: Path) -> None:
     port, model = free_port(), SMALL if shared(2) else ("Qwen3-8B", "8")
     environments = [rank(index, 2, port) for index in range(2)]
     with Processes("speed", [SCRIPT, "speed", str(port), *model], environments, tmp_path) as running:
-        running.wait(500)
+        running.wait(150 if shared(2) else 500)
     found = json.loads(running.logs[0].read_text().splitlines()[-1])
     print(found)
     assert found["digests_equal"]
@@ -45,7 +45,7 @@ def test_a_receiver_that_is_killed_is_replaced(tmp_path: Path) -> None:
             if shared(2):
                 environment["NCCL_HOSTID"] = f"host{number}"
             running.append(Processes(role, [SCRIPT, role, str(port), *SMALL], [environment], tmp_path))
-        running[0].wait(200)
+        running[0].wait(120)
         running[1].wait(1, [-signal.SIGKILL])
         running[2].wait(10)
     finally:

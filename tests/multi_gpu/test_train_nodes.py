@@ -60,7 +60,7 @@ def train(settings: dict[str, object], steps: int, output: Path, *flags: str) ->
     command = ["-m", "jetrl_megatron.cli", "train", "tiny_2gpu_jetrl", "--output", str(output), *flags, *words]
     with Processes(f"{output.name}-to-{steps}", command, nodes, output.parent) as running:
         try:
-            running.wait(400)
+            running.wait(160)
         except AssertionError as error:
             logs = [f"--- {log.name}\n{Processes.tail(log)}" for log in sorted(output.glob("*.log"))]
             raise AssertionError("\n".join([str(error), *logs])) from None

@@ -52,7 +52,7 @@ def seen(tmp_path_factory) -> Iterator[Seen]:
     def look(name: str, case: str) -> dict:
         found = folders[name] / "seen.json"
         try:
-            running[name].wait(400)
+            running[name].wait(175)
         except AssertionError as error:
             if not found.exists() or case not in json.loads(found.read_text()):
                 raise

@@ -35,7 +35,7 @@ from jetrl_megatron.rollout.pool import EnginePool
 from jetrl_megatron.rollout.types import Sampling
 
 COMMON = ["train.timeout_s=120", "rollout.enforce_eager=true", "refit.staging_mib=1", "refit.timeout_s=60"]
-COUNT, SIZE = 8, 2
+COUNT, SIZE = 8, 4
 """Sequences of a step, and of a micro-batch."""
 WAYS = {"cuda-ipc": Places((0, 0), (0,), 1), "nccl": Places((0, 1), (0,), 1)}
 """Two trainer ranks on the engine's node, or one of them on another."""
