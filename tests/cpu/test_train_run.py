@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jetrl_conversion import convert
 from jetrl_megatron.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -110,22 +111,30 @@ def test_a_second_run_into_the_same_folder_is_refused(whole, model):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_full_disk_a_killed_rank_and_a_killed_engine_end_in_the_same_metrics(whole, model, tmp_path):
-    output, log = tmp_path / "broken", tmp_path / "log"
-    process = start(command(model, output), log)
+def test_a_megatron_checkpoint_and_all_that_can_happen_end_in_the_same_metrics(whole, model, tmp_path):
+    """Killed while it starts, a full disk, a killed rank, a killed engine: every step is the same bits as of the run
+    that started from the Hugging Face folder and was left alone."""
+    output, log, megatron = tmp_path / "broken", tmp_path / "log", tmp_path / "megatron"
+    convert.hf_to_megatron(model, megatron)
+    process = start(command(megatron, output), log)
     try:
+        while not list(output.glob(".model.partial")) and not (output / "model").exists():
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+        process = start(command(megatron, output, "--resume"), log)
         wait_for_step(process, 2, log)
-        for rank in (0, 1):  # a quota: what is there stays, new files end at half of a rank's part of a checkpoint
-            child(process, "jetrl_megatron.worker", rank).rlimit(psutil.RLIMIT_FSIZE, (5_000_000, -1))
+        for rank in (0, 1):  # a quota
+            child(process, "jetrl_megatron.worker", rank).rlimit(psutil.RLIMIT_FSIZE, (1_000_000, -1))
         assert process.wait(120) == 1
-        said = (
-            rf"error: trainer rank \d exited with 1: OSError: .* \(needs .* free\): '{output}/checkpoints/step_00000\d'"
-        )
+        said = rf"error: trainer rank \d exited with 1: OSError: .* \(needs .* free\): '{output}/checkpoints/step_0"
         assert re.search(said, log.read_text()), log.read_text()[-3000:]
         kept = [p.name for p in (output / "checkpoints").iterdir()]
         assert kept in ([], ["step_000002"]), "complete or gone"
 
-        process = start(command(model, output, "--resume"), log)
+        process = start(command(megatron, output, "--resume"), log)
         wait_for_step(process, 3, log)
         child(process, "jetrl_megatron.worker", rank=1).send_signal(signal.SIGKILL)
         died = time.monotonic()
@@ -133,7 +142,7 @@ def test_a_full_disk_a_killed_rank_and_a_killed_engine_end_in_the_same_metrics(w
         assert time.monotonic() - died < 30
         assert "rank 1" in log.read_text() and "SIGKILL" in log.read_text()
 
-        process = start(command(model, output, "--resume"), log)
+        process = start(command(megatron, output, "--resume"), log)
         wait_for_step(process, 3, log)
         child(process, "jetrl_megatron.rollout.server").send_signal(signal.SIGKILL)
         assert process.wait(300) == 0, log.read_text()[-3000:]
