@@ -96,6 +96,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _simulate(spec, source, replica, replicas: int, colocated: bool, gpus: int, nvlink: float, network: float) -> None:
+    from jetrl_conversion.planner import quantized_tensors
     from jetrl_megatron.config import ConfigError
     from jetrl_megatron.refit.simulate import simulate
 
@@ -106,7 +107,10 @@ def _simulate(spec, source, replica, replicas: int, colocated: bool, gpus: int, 
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     where = "the trainers' nodes" if colocated else "nodes of their own"
+    kept = sum(info.quantized for info in spec.tensors().values()) - len(quantized_tensors(spec, source, replica))
     print(f"{source.world} trainer GPUs {source}, {replicas} replicas {replica} on {where}, {gpus} GPUs a node")
+    if kept:
+        print(f"{kept} tensors travel as BF16: a layout cuts their tiles (jetrl convert plan names them)")
     print(f"bytes to place {s.bound / GB:.3f} GB, of which {s.network / GB:.3f} GB change the node")
     for link in s.links:
         print(
