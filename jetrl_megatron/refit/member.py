@@ -58,6 +58,8 @@ class Member:
         if device.type == "cuda" and len(self.pulled) < target.world:
             self.chunks = -(-segment_bytes(self.whole[0]) // (config.staging_mib * MIB))
         self.slots = tuple(plan_slots(spec, replica, rank, fp8, self.chunks) for rank in range(replica.world))
+        # A parameter larger than a chunk leaves fewer for the others.
+        self.chunks = 1 + max(slot.chunk for held in self.slots for slot in held)
         self._by_name = [{slot.name: slot for slot in held} for held in self.slots]
         self.landing: dict[int, Segment | CudaSegment] = {}
         self._owned: list[Segment | CudaSegment] = []
