@@ -1,7 +1,8 @@
 """`jetrl bench parity`: what exact parity costs in rollout and training, and which operation costs it, on one GPU.
 
 Baseline is the same engine and trainer without what exact parity adds: vLLM's own attention schedule, which splits long
-contexts, and log-probs from one pass over the logits, unchecked.
+contexts as the batch suggests, attention over all keys at once in the trainer, and log-probs from one pass over the
+logits, unchecked.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import typer
 
 KV_GIB = 12.0
 """KV cache of an engine: four sequences of 16,384 tokens of Qwen3-8B need 9.2."""
+
+STEPS = {"8 x 2048 tokens": (8, 2048, 2), "1 x 16384 tokens": (1, 16384, 1)}
+"""Training steps: sequences, tokens of each, micro-batches."""
 
 
 def parity(
@@ -50,8 +54,9 @@ def parity(
     for name in batch:
         ours, base = (result["rollout"][side][name] for side in ("exact", "without"))
         print(f"rollout {name:14} {ours:9.0f} tok/s, without {base:9.0f}: {100 * (base / ours - 1):+.1f} % time")
-    ours, base = result["train"]["exact"], result["train"]["without"]
-    print(f"training step        {ours:9.4f} s,     without {base:9.4f}: {100 * (ours / base - 1):+.1f} % time")
+    for name, sides in result["train"].items():
+        ours, base = sides["exact"], sides["without"]
+        print(f"training step {name:16} {ours:9.4f} s, without {base:9.4f}: {100 * (ours / base - 1):+.1f} % time")
     for name, (ours, base) in result["operations"].items():
         print(f"  {name:58} {1e6 * ours:9.1f} us, without {1e6 * base:9.1f}")
     print(json.dumps(result))
@@ -130,8 +135,8 @@ def measure_rollout(s: dict) -> dict[str, float]:
     return found
 
 
-def measure_train(s: dict) -> dict[str, float]:
-    """Seconds of a step of 2 x 8,192 tokens, exact and without, in turn: medians of five after two."""
+def measure_train(s: dict) -> dict[str, dict[str, float]]:
+    """Seconds of each of `STEPS`, exact and without, in turn: medians of five after two."""
     import torch
 
     import jetrl_megatron.megatron.forward as forward
@@ -139,23 +144,27 @@ def measure_train(s: dict) -> dict[str, float]:
     from jetrl_megatron.batch import Sample, micro_batches
     from jetrl_megatron.commands import one_rank
     from jetrl_megatron.config import Config, ModelConfig, TrainConfig
+    from jetrl_megatron.megatron import gpu
     from jetrl_megatron.parity import Guard
 
-    length, count = 2048, 8
     with tempfile.TemporaryDirectory() as folder:
         model = one_rank.largest_layers(load_model_spec(s["model"]), s["layers"], Path(folder))
-        config = Config(model=ModelConfig(path=str(model), max_length=length), train=TrainConfig(device="cuda"))
+        longest = max(length for _, length, _ in STEPS.values())
+        config = Config(model=ModelConfig(path=str(model), max_length=longest), train=TrainConfig(device="cuda"))
         trainer, spec = one_rank.trainer_of(config, training=True)
-    ids = torch.randint(spec.vocab_size, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
-    samples = [
-        Sample(prompt_ids=x[:256], response_ids=x[256:], engine_logp=[-12.0] * (length - 256), policy_version=0,
-               group=0, finish_reason="length", advantage=1.0)
-        for x in ids
-    ]  # fmt: skip
-    batches = [b.to(trainer.device) for b in micro_batches(samples, [list(range(count))], 0, count // 2, 128)]
+
+    def batches_of(count: int, length: int, pieces: int) -> list:
+        ids = torch.randint(spec.vocab_size, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+        samples = [
+            Sample(prompt_ids=x[:256], response_ids=x[256:], engine_logp=[-12.0] * (length - 256), policy_version=0,
+                   group=0, finish_reason="length", advantage=1.0)
+            for x in ids
+        ]  # fmt: skip
+        made = micro_batches(samples, [list(range(count))], 0, count // pieces, 128)
+        return [b.to(trainer.device) for b in made]
 
     def loss(batch, logp, entropy):
-        value = -(logp * batch.mask * batch.advantages).sum() / (count * length)
+        value = -(logp * batch.mask * batch.advantages).mean()
         return value, {"loss": value.detach()}
 
     class Counting(Guard):
@@ -168,20 +177,24 @@ def measure_train(s: dict) -> dict[str, float]:
             parity_search.earliest(None)
 
     _my_turn(s)
-    whole = forward.fused_logprob
-    seconds: dict[str, list[float]] = {"exact": [], "without": []}
-    for _ in range(7):
-        for side, times in seconds.items():
-            guard = Counting(trainer, None, lambda: None)
-            forward.fused_logprob = whole if side == "exact" else lambda *a, **k: whole(*a, **{**k, "whole": False})  # type: ignore
-            watched = (guard.watch(loss), guard.check) if side == "exact" else (loss, None)
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            trainer.step(batches, *watched)
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-    forward.fused_logprob = whole
-    return {side: statistics.median(times[2:]) for side, times in seconds.items()}
+    whole, attention = forward.fused_logprob, sys.modules[gpu.attention.__module__]
+    sides = {"exact": (whole, attention.PART), "without": (lambda *a, **k: whole(*a, **{**k, "whole": False}), 1 << 30)}
+    found: dict[str, dict[str, float]] = {}
+    for name, sizes in STEPS.items():
+        batches = batches_of(*sizes)
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(7):
+            for side, times in seconds.items():
+                forward.fused_logprob, attention.PART = sides[side]  # type: ignore[assignment]
+                guard = Counting(trainer, None, lambda: None)
+                watched = (guard.watch(loss), guard.check) if side == "exact" else (loss, None)
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                trainer.step(batches, *watched)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - started)
+        found[name] = {side: statistics.median(times[2:]) for side, times in seconds.items()}
+    return found
 
 
 def measure_operations(s: dict) -> dict[str, tuple[float, float]]:
@@ -195,8 +208,12 @@ def measure_operations(s: dict) -> dict[str, tuple[float, float]]:
     _my_turn(s)
     found: dict[str, tuple[float, float]] = {}
     for count, context in ((32, 768), (256, 768), (4, 16384), (1, 16384)):
-        one, free = (_decode(spec, count, context, splits) for splits in (1, 0))
-        found[f"attention of one layer, {count} sequences decode at {context}"] = (_time(one), _time(free))
+        cut, free = _decode(spec, count, context)
+        found[f"attention of one layer, {count} sequences decode at {context}"] = (_time(cut), _time(free))
+    for lengths in ([2048] * 4, [16384]):
+        cut, free = _packed(spec, lengths)
+        name = f"attention of one layer, forward of {len(lengths)} x {lengths[0]} packed tokens"
+        found[name] = (_time(cut), _time(free))
     z = torch.randn(1664, spec.vocab_size, device="cuda")
     targets = torch.randint(spec.vocab_size, (z.shape[0],), device="cuda")
     once = _time(lambda: kernel.statistics(z, targets, 0, 1.0))
@@ -205,21 +222,64 @@ def measure_operations(s: dict) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _decode(spec: Any, count: int, context: int, splits: int) -> Callable[[], Any]:
+def _decode(spec: Any, count: int, context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(as an engine for 16,384 tokens decodes in exact mode, as vLLM does); of CUDA graphs, as in the engine."""
     import torch
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+    from jetrl_megatron.engine_ops.flash_attention import DecodeCuts, cut_decode, parts_of
+
     page, dim = 16, spec.head_dim
     pages = count * context // page
-    cache = torch.randn(2, pages, page, spec.num_kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(pages, page, spec.num_kv_heads, 2 * dim, device="cuda", dtype=torch.bfloat16)
+    k, v = cache.split(dim, -1)
     q = torch.randn(count, spec.num_heads, dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
     table = torch.randperm(pages, device="cuda").int().view(count, -1)
     starts = torch.arange(count + 1, device="cuda", dtype=torch.int32)
     lengths = torch.full((count,), context, device="cuda", dtype=torch.int32)
-    return lambda: flash_attn_varlen_func(
-        q=q, k=cache[0], v=cache[1], max_seqlen_q=1, max_seqlen_k=context, cu_seqlens_q=starts, seqused_k=lengths,
-        causal=True, softmax_scale=dim**-0.5, block_table=table, fa_version=3, num_splits=splits,
+    cuts = DecodeCuts.empty(count, parts_of(16384), page, "cuda")
+    cuts.fill(lengths, table)
+    cuts = cuts.first(count, lengths)
+    return (
+        _graph(lambda: cut_decode(q, k, v, cuts, dim**-0.5, out)),
+        _graph(
+            lambda: flash_attn_varlen_func(
+                q=q, k=k, v=v, max_seqlen_q=1, max_seqlen_k=context, cu_seqlens_q=starts, seqused_k=lengths,
+                causal=True, softmax_scale=dim**-0.5, block_table=table, fa_version=3, num_splits=0, out=out,
+            )
+        ),
     )  # fmt: skip
+
+
+def _packed(spec: Any, lengths: list[int]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(the trainer's forward, the same over all keys at once)."""
+    import torch
+
+    from jetrl_megatron.engine_ops.flash_attention import flash_attention
+    from jetrl_megatron.megatron import gpu
+
+    heads, dim = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), spec.head_dim
+    q, k, v = (torch.randn(sum(lengths), n, dim, device="cuda", dtype=torch.bfloat16) for n in heads)
+    starts, longest = torch.tensor([0, *lengths], device="cuda").cumsum(0).int(), max(lengths)
+    return (
+        lambda: gpu.attention(q, k, v, starts, dim**-0.5, longest),
+        lambda: flash_attention(
+            q, k, v, dim**-0.5, causal=True, starts=starts, starts_k=starts, longest=longest, longest_k=longest
+        ),
+    )
+
+
+def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Replay of a captured call."""
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def _time(call: Callable[[], Any]) -> float:

@@ -12,6 +12,7 @@ Letters: T query tokens, S sequences, P parts, N query heads, G key/value heads,
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -127,16 +128,21 @@ def cut_packed(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float, part: int = PART
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within packed sequences `[T, heads, D]` that are their own keys: (output, log-sum-exp)."""
-    tokens = q.shape[0]
-    cuts = cut(starts, starts.diff(), tokens, longest, part)
-    reach = torch.arange(part, device=q.device, dtype=torch.int32)
+    cuts, pages = _packed(starts, q.shape[0], longest, part)
     own = {"k": k, "v": v, "starts_k": cuts.own_starts}
+    k, v = k.unsqueeze(1), v.unsqueeze(1)
+    return _attend(q, cuts, longest, scale, own, lambda p: {"k": k, "v": v, "pages": pages[p]}, None)
 
-    def earlier(p: int) -> dict[str, Tensor]:
-        table = (starts[:-1, None] + (p * part + reach)).clamp_(max=tokens - 1)
-        return {"k": k.unsqueeze(1), "v": v.unsqueeze(1), "pages": table}
 
-    return _attend(q, cuts, longest, scale, own, earlier, None)
+@functools.lru_cache(maxsize=2)
+def _packed(starts: Tensor, tokens: int, longest: int, part: int) -> tuple[Cuts, Tensor]:
+    """Cuts of packed sequences, and int32 `[P - 1, S, part]`: the rows of each earlier part, as pages of one key.
+
+    All layers of a micro-batch pass the same tensor `starts`, which is what the cache goes by.
+    """
+    cuts = cut(starts, starts.diff(), tokens, longest, part)
+    keys = torch.arange((cuts.parts - 1) * part, device=starts.device, dtype=torch.int32).view(-1, 1, part)
+    return cuts, (starts[:-1, None] + keys).clamp_(max=tokens - 1)
 
 
 def cut_paged(q: Tensor, k: Tensor, v: Tensor, cuts: Cuts, own_pages: Tensor, longest: int, scale: float, out: Tensor):

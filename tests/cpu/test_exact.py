@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from jetrl_conversion.model_spec import load_model_spec
 from jetrl_kernels.digest import digest
 from jetrl_megatron import memory, parity
 from jetrl_megatron.activations import Recorder, first_difference, merge
@@ -60,7 +61,7 @@ def test_a_mixture_of_experts_is_refused():
     assert any("mixture of experts: neither its router nor its expert GEMMs" in line for line in refused(config))
 
 
-def test_a_layer_that_stays_bf16_is_refused(tmp_path):
+def test_a_layer_that_stays_bf16_is_refused_and_on_gpus_heads_of_64(tmp_path):
     from rollout_support import write_model
 
     # KV heads of 64 rows: tiles of 128 would be shared by two heads.
@@ -68,6 +69,9 @@ def test_a_layer_that_stays_bf16_is_refused(tmp_path):
     config = registry.get("tiny_cpu_exact")
     config.model.path, config.precision.keep_bf16 = str(tmp_path), True
     assert any("linear layers stay BF16" in line for line in refused(config))
+    assert not any("heads of 128" in line for line in refused(config))
+    on_gpus = parity.problems(config, load_model_spec(tmp_path), cpu=False)
+    assert any("needs heads of 128, not 64" in line for line in on_gpus)
 
 
 def sample(prompt: int, logps: list[float]) -> Sample:

@@ -13,24 +13,18 @@ import functools
 import torch
 from torch import Tensor
 
+from jetrl_kernels.attention_parts import PART
+from jetrl_megatron.engine_ops.flash_attention import cut_packed, flash_attention
 from jetrl_megatron.megatron.gpu import library
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(output `[T, N, D]` BF16, natural log-sum-exp FP32 `[N, T]`), keys of a sequence never split over blocks."""
-    none = None
-    out, lse, *_ = torch.ops._vllm_fa3_C.fwd(
-        q, k, v, none, none, none, none,  # k_new, v_new, q_v, out
-        cu_seqlens, cu_seqlens, none, none, none, longest, longest,  # cu_seqlens_k_new, seqused_q, seqused_k
-        none, none, none,  # page table, kv_batch_idx, leftpad_k
-        none, none, none,  # rotary cosines, sines, seqlens
-        none, none, none,  # descaling of q, k, v
-        scale, True, -1, -1, 0.0,  # causal, window, softcap
-        True, none, 1,  # rotary_interleaved, scheduler metadata, num_splits
-        none, 0, none,  # pack_gqa, sm_margin, s_aux
-        1, 0, none,  # context parallel: world size, rank, lengths
-    )  # fmt: skip
-    return out, lse
+    """(output `[T, N, D]` BF16, natural log-sum-exp FP32 `[N, T]`), keys cut where the engine cuts them."""
+    if longest > PART:
+        return cut_packed(q, k, v, cu_seqlens, longest, scale)
+    return flash_attention(
+        q, k, v, scale, causal=True, starts=cu_seqlens, starts_k=cu_seqlens, longest=longest, longest_k=longest
+    )
 
 
 @functools.cache
