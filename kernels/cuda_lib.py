@@ -53,12 +53,6 @@ def _driver() -> ctypes.CDLL:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def available() -> bool:
     """Whether there are a Hopper GPU and NVRTC."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

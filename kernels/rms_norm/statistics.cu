@@ -18,8 +18,8 @@ __device__ __forceinline__ double sum_of_lanes(double sum) {
     return sum;
 }
 
-__device__ __forceinline__ float reciprocal_rms(double sum, int cols, float eps) {
-    return __fdiv_rn(1.f, __fsqrt_rn((float)(sum * (1. / cols)) + eps));
+__device__ __forceinline__ float reciprocal_rms(double sum, double inverse, float eps) {
+    return __fdiv_rn(1.f, __fsqrt_rn((float)(sum * inverse) + eps));
 }
 
 __device__ __forceinline__ uint4 add8(uint4 x, uint4 y) {

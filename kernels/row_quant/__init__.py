@@ -20,23 +20,22 @@ __all__ = ["MAX_WIDTH", "norm", "quantize"]
 
 ACT_ROWS, ACT_WARPS, ACT_BLOCKS = 8, 1, 24
 """Rows of a warp, warps of a block, blocks that must fit one multiprocessor: measured best."""
-NORM_CHUNKS, NORM_STAGES, NORM_BLOCKS = 4, 3, 24
-"""Most pieces of a row in one lane, while 32 warps suffice; rows in flight and at work; warps on a multiprocessor:
-measured best."""
-SHARED_BYTES = 224 << 10
-"""Shared memory of a multiprocessor that the blocks may take."""
+NORM_CHUNKS = 5
+"""Most pieces of a row in one lane, while 32 warps suffice: measured best."""
+NORM_THREADS = 256
+"""Threads of a block that holds several rows."""
 MAX_WIDTH = 32 * 32 * 8 * NORM_CHUNKS
 """Widest row that `norm` takes."""
 
-_PACK = struct.Struct("8P2q2if4x").pack
+_PACK = struct.Struct("8P2qd2if4x").pack
 """`struct Arguments` of the source: pointers x, residual, weight, total, rstd, bf16, codes, scale; 64-bit strides of x
-and scale; 32-bit rows, cols; eps."""
+and scale; 1 / cols; 32-bit rows, cols; eps."""
 
 
 @functools.cache
-def _kernel(name: str, shared: int = 0, **macros: int) -> cuda_lib.Kernel:
+def _kernel(threads: int, **macros: int) -> cuda_lib.Kernel:
     text = cuda_lib.source("rms_norm/statistics.cu", "row_quant/row_quant.cu")
-    return cuda_lib.Kernel(text, name, macros, 32 * macros["WARPS"], shared)
+    return cuda_lib.Kernel(text, "row_quant", macros, threads)
 
 
 def quantize(x: Tensor, policy: str) -> TileOutput:
@@ -46,29 +45,27 @@ def quantize(x: Tensor, policy: str) -> TileOutput:
     _, codes, scale, scale_stride, *_ = out.args()
     warps = -(-rows // ACT_ROWS) * -(-cols // 256)
     kernel = _kernel(
-        "act_quant",
+        32 * ACT_WARPS,
         MODE=0,
         POW2=int(policy == "pow2"),
         CHUNKS=ACT_ROWS,
-        WARPS=ACT_WARPS,
+        WARPS=1,
+        ROWS=ACT_WARPS,
         EXACT=int(cols % 256 == 0),
         MIN_BLOCKS=ACT_BLOCKS,
     )
     pointers = (x.data_ptr(), 0, 0, 0, 0, 0, codes.data_ptr(), scale.data_ptr())
-    kernel.launch(-(-warps // ACT_WARPS), _PACK(*pointers, x.stride(0), scale_stride, rows, cols, 0.0), x.device)
+    kernel.launch(-(-warps // ACT_WARPS), _PACK(*pointers, x.stride(0), scale_stride, 0.0, rows, cols, 0.0), x.device)
     return out
 
 
-def norm_shape(cols: int, residual: bool) -> tuple[int, int, int, int]:
-    """(pieces in a lane, warps of a row, stages, blocks of a multiprocessor).
-
-    The first two, which fix the order of the sum, are functions of the width alone.
-    """
+def norm_shape(cols: int) -> tuple[int, int, int, int]:
+    """(pieces in a lane, warps of a row, rows of a block, blocks of a multiprocessor), by the width alone."""
     warps = next(w for w in (1, 2, 4, 8, 16, 32) if cols <= w * 256 * NORM_CHUNKS)
     chunks = -(-cols // (256 * warps))
-    stage = 512 * warps * chunks * (1 + residual)
-    blocks = max(1, min(NORM_BLOCKS // warps, SHARED_BYTES // (NORM_STAGES * stage + 1024)))
-    return chunks, warps, NORM_STAGES, blocks
+    rows = max(1, NORM_THREADS // (32 * warps))
+    registers = max(48, 16 + 8 * chunks)
+    return chunks, warps, rows, max(1, 65536 // (registers * 32 * warps * rows))
 
 
 def norm(
@@ -83,15 +80,14 @@ def norm(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     bf16_out, codes, scale, scale_stride, *_ = (x, x, x, 0) if not (bf16 or row) else out.args()
-    chunks, warps, stages, blocks = norm_shape(cols, residual is not None)
+    chunks, warps, block_rows, blocks = norm_shape(cols)
     kernel = _kernel(
-        "norm_quant",
-        stages * 512 * warps * chunks * (1 + (residual is not None)),
+        32 * warps * block_rows,
         MODE=1,
         POW2=int(policy == "pow2"),
         CHUNKS=chunks,
         WARPS=warps,
-        STAGES=stages,
+        ROWS=block_rows,
         EXACT=int(cols == 256 * chunks * warps),
         MIN_BLOCKS=blocks,
         RESIDUAL=int(residual is not None),
@@ -99,6 +95,6 @@ def norm(
         CODES=int(row),
     )
     pointers = [0 if t is None else t.data_ptr() for t in (x, residual, weight, total, rstd, bf16_out, codes, scale)]
-    arguments = _PACK(*pointers, cols, scale_stride, rows, cols, eps)
-    kernel.launch(min(rows, blocks * cuda_lib.multiprocessors(x.device)), arguments, x.device)
+    arguments = _PACK(*pointers, cols, scale_stride, 1 / cols, rows, cols, eps)
+    kernel.launch(-(-rows // block_rows), arguments, x.device)
     return out, total, rstd

@@ -24,17 +24,16 @@ MIN_BLOCKS = {"identity": 3, "norm": 3, "swiglu": 3, "swiglu_backward": 2, "weig
 """Blocks that must fit one multiprocessor, which bounds the registers of each: measured best."""
 RUN = 4
 """Token groups in a band of blocks that run together: measured best."""
-AHEAD = 3
+AHEAD = 2
 """Bands by which a norm's statistics run ahead of its tiles: enough that no tile waits, few enough for the L2."""
-PARTS, BATCH = 4, {False: 16, True: 8}
-"""Blocks that share the statistics of a token group; most pieces that a lane has on their way, without and with a
-residual: measured best."""
+PARTS = 16
+"""Blocks that share the statistics of a token group, as in the source."""
 THREADS = 256
 
-_PACK = struct.Struct("11P7q3I5if4x").pack
+_PACK = struct.Struct("11P7q3I5if4xd").pack
 """`struct Arguments` of the source: pointers x, dy, weight, rstd, total, ready, bf16, codes, scale, codes_t, scale_t;
 64-bit strides of x, dy, scale, codes_t, then row0, col0, global_cols; 32-bit seed, step, tensor_id, rows, cols, half,
-tiles_t, tiles_c; eps."""
+tiles_t, tiles_c; eps; 1 / cols of a norm."""
 
 
 @functools.cache
@@ -42,7 +41,7 @@ def _kernel(mode: str, policy: str, min_blocks: int, **macros: int) -> cuda_lib.
     names = ("ROW", "COL", "BF16OUT", "SOURCE", "RESIDUAL")
     switches = {name: int(macros.get(name, 0)) for name in names} | {"POW2": int(policy == "pow2"), "MODE": MODES[mode]}
     text = cuda_lib.source("rms_norm/statistics.cu", "tile_quant/tile_quant.cu")
-    numbers = {"MIN_BLOCKS": min_blocks, "RUN": RUN, "AHEAD": AHEAD, "PARTS": PARTS, "BATCH": macros.get("BATCH", 1)}
+    numbers = {"MIN_BLOCKS": min_blocks, "RUN": RUN, "AHEAD": AHEAD}
     return cuda_lib.Kernel(text, "tile_quant", switches | numbers, THREADS)
 
 
@@ -73,7 +72,7 @@ def quantize(
     tiles_t, tiles_c = blocks(rows), blocks(half if mode == "swiglu_backward" else cols)
     pointers = _pointers(x=x, dy=dy, bf16=bf16_out, codes=codes, scale=scale, codes_t=codes_t, scale_t=scale_t)
     strides = (x.stride(0), 0 if dy is None else dy.stride(0), scale_stride, t_stride)
-    arguments = _PACK(*pointers, *strides, 0, 0, 0, 0, 0, 0, rows, cols, half, tiles_t, tiles_c, 0.0)
+    arguments = _PACK(*pointers, *strides, 0, 0, 0, 0, 0, 0, rows, cols, half, tiles_t, tiles_c, 0.0, 0.0)
     kernel = _kernel(mode, policy, MIN_BLOCKS[mode], ROW=row, COL=1, BF16OUT=bf16)
     kernel.launch(tiles_t * tiles_c, arguments, x.device)
     return out
@@ -95,10 +94,8 @@ def norm(
     ready = torch.zeros(tiles_t, dtype=torch.int32, device=x.device)
     inputs = _pointers(x=x, dy=residual, weight=weight, rstd=rstd, total=total, ready=ready)[:6]
     outputs = _pointers(bf16=bf16_out, codes=codes, scale=scale, codes_t=codes_t, scale_t=scale_t)[6:]
-    numbers = (cols, cols, scale_stride, t_stride, 0, 0, 0, 0, 0, 0, rows, cols, 0, tiles_t, tiles_c, eps)
-    pieces = -(-cols // 256)  # in a lane, of a row
-    batch = -(-pieces // -(-pieces // BATCH[residual is not None]))
-    switches = {"ROW": row, "COL": 1, "BF16OUT": bf16, "RESIDUAL": residual is not None, "BATCH": batch}
+    numbers = (cols, cols, scale_stride, t_stride, 0, 0, 0, 0, 0, 0, rows, cols, 0, tiles_t, tiles_c, eps, 1 / cols)
+    switches = {"ROW": row, "COL": 1, "BF16OUT": bf16, "RESIDUAL": residual is not None}
     kernel = _kernel("norm", policy, MIN_BLOCKS["norm"], **switches)
     bands = -(-tiles_t // RUN) + AHEAD
     kernel.launch(bands * RUN * (PARTS + tiles_c), _PACK(*inputs, *outputs, *numbers), x.device)
@@ -127,7 +124,7 @@ def quantize_weight(
     key = [number & 0xFFFFFFFF for number in stochastic or (0, 0, 0)]
     pointers = _pointers(x=w, bf16=bf16_out, codes=codes, scale=scale, codes_t=codes_t)
     strides = (w.stride(0), 0, tiles_c, rows)
-    arguments = _PACK(*pointers, *strides, *position, *key, rows, cols, 0, tiles_t, tiles_c, 0.0)
+    arguments = _PACK(*pointers, *strides, *position, *key, rows, cols, 0, tiles_t, tiles_c, 0.0, 0.0)
     switches = {"ROW": 1, "COL": transposed, "BF16OUT": bf16_out is not None, "SOURCE": source}
     kernel = _kernel("weight", policy, MIN_BLOCKS["master" if source else "weight"], **switches)
     kernel.launch(tiles_t * tiles_c, arguments, w.device)

@@ -16,7 +16,7 @@
 // WEIGHT takes the FP32 master as well, rounded to BF16 on the way, to nearest or with Philox noise.
 //
 // Same bits as kernels/quant_act/reference.py, quant_weight/reference.py, master_cast/reference.py. Macros: MODE, POW2,
-// ROW, COL, BF16OUT, SOURCE (of WEIGHT), RESIDUAL, AHEAD, PARTS and BATCH (of NORM), MIN_BLOCKS (of a multiprocessor), RUN (below).
+// ROW, COL, BF16OUT, SOURCE (of WEIGHT), RESIDUAL and AHEAD (of NORM), MIN_BLOCKS (of a multiprocessor), RUN (below).
 
 #define IDENTITY 0
 #define NORM 1
@@ -66,7 +66,8 @@ struct Arguments {
     long long row0, col0, global_cols;  // of FP32_STOCHASTIC: place in the global tensor
     u32 seed, step, tensor_id;          // of FP32_STOCHASTIC
     int rows, cols, half, tiles_t, tiles_c;
-    float eps;  // of NORM
+    float eps;       // of NORM
+    double inverse;  // of NORM: 1 / cols
 };
 
 // Which tile a block owns: bands of RUN token groups, channel by channel, so that blocks that run together share both
@@ -80,7 +81,8 @@ __device__ __forceinline__ void tile_of_block(const Arguments& a, int& tile_t, i
 }
 
 #if MODE == NORM
-#define ROWS_EACH (16 / PARTS)  // of a warp: 8 warps and PARTS blocks share the 128 rows of a token group
+#define PARTS 16  // blocks that share the statistics of a token group: a row for each warp
+#define BATCH (RESIDUAL ? 4 : 8)
 
 // A band of NORM: the statistics of RUN token groups, then the tiles of the band that lies AHEAD bands back. Returns
 // whether the block owns a tile; `part` is which statistics it owns otherwise. tile_t may lie outside: nothing to do.
@@ -96,50 +98,36 @@ __device__ __forceinline__ bool norm_block(const Arguments& a, int& tile_t, int&
     return true;
 }
 
-// Pieces first, first + 32, ... of a row and, with RESIDUAL, of what is added to it; zeros where not `ok`.
-struct Batch {
-    uint4 x[BATCH];
-#if RESIDUAL
-    uint4 added[BATCH];
-#endif
-};
-
-__device__ __forceinline__ void load_piece(const Arguments& a, Batch& v, int i, long long row, int piece, bool ok) {
-    v.x[i] = load16_const((const uint4*)((const u16*)a.x + row * a.x_stride) + piece, ok);
-#if RESIDUAL
-    v.added[i] = load16_const((const uint4*)((const u16*)a.dy + row * a.dy_stride) + piece, ok);
-#endif
-}
-
 __device__ __forceinline__ void statistics(const Arguments& a, int tile_t, int part) {
-    const int lane = threadIdx.x & 31, pieces = a.cols / 8;
-    int row = tile_t * 128 + (part * 8 + (threadIdx.x >> 5)) * ROWS_EACH, first = lane;
-    const int end = min(row + ROWS_EACH, a.rows);
-    Batch v;
+    const int lane = threadIdx.x & 31, row = tile_t * 128 + part * 8 + (threadIdx.x >> 5), pieces = a.cols / 8;
+    if (row < a.rows) {
+        double sum = 0.;
+        for (int first = lane; first < pieces; first += 32 * BATCH) {
+            uint4 v[BATCH];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) load_piece(a, v, i, row, first + 32 * i, row < end && first + 32 * i < pieces);
-    double sum = 0.;
-    while (row < end) {
-        // Each piece makes room for that of the next batch before it is worked on.
-        const bool last = first + 32 * BATCH - lane >= pieces;
-        const int next_row = row + last, next_first = last ? lane : first + 32 * BATCH;
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            uint4 x = v.x[i];
-            const int piece = first + 32 * i, next = next_first + 32 * i;
+            for (int i = 0; i < BATCH; ++i) {
+                const int piece = first + 32 * i;
+                v[i] = load16_const((const uint4*)((const u16*)a.x + row * a.x_stride) + piece, piece < pieces);
+            }
 #if RESIDUAL
-            x = add8(x, v.added[i]);
-            if (piece < pieces) ((uint4*)a.total)[(long long)row * pieces + piece] = x;
+            uint4 added[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int piece = first + 32 * i;
+                added[i] = load16_const((const uint4*)((const u16*)a.dy + row * a.dy_stride) + piece, piece < pieces);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int piece = first + 32 * i;
+                v[i] = add8(v[i], added[i]);
+                if (piece < pieces) ((uint4*)a.total)[(long long)row * pieces + piece] = v[i];
+            }
 #endif
-            load_piece(a, v, i, next_row, next, next_row < end && next < pieces);
-            sum += sum_of_squares(x);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) sum += sum_of_squares(v[i]);
         }
-        if (last) {
-            const float rstd = reciprocal_rms(sum_of_lanes(sum), a.cols, a.eps);
-            if (lane == 0) ((float*)a.rstd)[row] = rstd;
-            sum = 0.;
-        }
-        row = next_row, first = next_first;
+        const float rstd = reciprocal_rms(sum_of_lanes(sum), a.inverse, a.eps);
+        if (lane == 0) ((float*)a.rstd)[row] = rstd;
     }
     __syncthreads();
     if (threadIdx.x == 0) {

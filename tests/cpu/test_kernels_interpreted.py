@@ -31,11 +31,11 @@ def kernels():
     from jetrl_kernels.digest import kernel as digest
     from jetrl_kernels.rms_norm import kernel as norm
 
-    chunks, warps, stages, blocks = row_quant.norm_shape(5120, True)
-    shape = {"CHUNKS": chunks, "WARPS": warps, "STAGES": stages, "MIN_BLOCKS": blocks}
+    chunks, warps, rows, blocks = row_quant.norm_shape(5120)
+    shape = {"CHUNKS": chunks, "WARPS": warps, "ROWS": rows, "MIN_BLOCKS": blocks}
     flags = {"POW2": 1, "EXACT": 1, "RESIDUAL": 1, "BF16OUT": 0, "CODES": 1}
-    yield row_quant._kernel("norm_quant", MODE=1, **shape, **flags)
-    yield tile_quant._kernel("norm", "pow2", 3, ROW=1, COL=1, RESIDUAL=1, BATCH=4)
+    yield row_quant._kernel(128, MODE=1, **shape, **flags)
+    yield tile_quant._kernel("norm", "pow2", 3, ROW=1, COL=1, RESIDUAL=1)
     yield tile_quant._kernel("weight", "fp32", 3, ROW=1, COL=1, BF16OUT=1, SOURCE=2)
     yield norm._backward(4096, True)[0]
     yield digest._cuda_kernel(True, 32)
