@@ -13,13 +13,14 @@ from ranks import Processes, free_port, needs_hopper, node
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow, pytest.mark.timeout(900), needs_hopper]
 
+ANSWER = "7"
 QUESTIONS = [f"What is {n + 7} - {n}?" for n in range(64)]
 COMMON = {
     "model.max_length": 64,
     "parallel.tp": 2,
     "parallel.nodes": 2,
     "rollout.enforce_eager": "true",
-    "rollout.max_response_tokens": 16,
+    "rollout.max_response_tokens": 8,
     "rollout.max_num_seqs": 64,
     "rollout.max_num_batched_tokens": 1024,
     "rollout.memory_gib": 0.5,
@@ -40,14 +41,26 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory) -> dict[str, object]:
-    from jetrl_megatron.tiny import make_tiny_model
-
     folder = tmp_path_factory.mktemp("model")
-    make_tiny_model(folder / "model", 7, heads=4, kv_heads=2, hidden=512, ffn=1024, questions=QUESTIONS)
-    # A model that knows nothing says the right digit now and then: there is something to learn, and weights move.
-    lines = [json.dumps({"question": question, "answer": "7"}) for question in QUESTIONS]
+    make_model(folder / "model", heads=4, kv_heads=2, hidden=512, ffn=1024)
+    lines = [json.dumps({"question": question, "answer": ANSWER}) for question in QUESTIONS]
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     return COMMON | {"model.path": folder / "model", "data.name": folder / "data.jsonl"}
+
+
+def make_model(folder: Path, **sizes: int) -> None:
+    """A model that knows nothing but says the answer now and then: there is something to learn, and weights move."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoTokenizer
+
+    from jetrl_megatron.tiny import make_tiny_model
+
+    make_tiny_model(folder, 7, questions=QUESTIONS, tied=False, **sizes)
+    tensors = load_file(folder / "model.safetensors")
+    # One channel has the same sign whatever the input is, and the head takes it for the answer.
+    tensors["model.embed_tokens.weight"][:, 0] = 4.0
+    tensors["lm_head.weight"][AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(ANSWER), 0] = 1.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def train(settings: dict[str, object], steps: int, output: Path, *flags: str) -> list[dict]:

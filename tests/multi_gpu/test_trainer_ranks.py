@@ -82,17 +82,18 @@ def test_log_probs_of_pipeline_and_data_parallel_ranks_are_those_of_one(seen: Se
     assert torch.equal(_flat(seen(world, backend)["logprobs"]), _flat(seen("one", backend)["logprobs"]))
 
 
-def test_sequence_parallel_gives_the_log_probs_of_tensor_parallel(seen: Seen) -> None:
-    assert torch.equal(_flat(seen("tp2", "sp")["logprobs"]), _flat(seen("tp2", "jetrl")["logprobs"]))
+@pytest.mark.parametrize(("sp", "tp"), [("sp", "jetrl"), ("te-sp", "te")])
+def test_sequence_parallel_gives_the_log_probs_of_tensor_parallel(seen: Seen, sp: str, tp: str) -> None:
+    assert torch.equal(_flat(seen("tp2", sp)["logprobs"]), _flat(seen("tp2", tp)["logprobs"]))
 
 
-@pytest.mark.parametrize("case", ["jetrl", "te", "te-sp"])
-def test_log_probs_of_tensor_parallel_are_near_those_of_one(seen: Seen, case: str) -> None:
-    """Two partial sums of a GEMM, added in FP32 (`te`: rounded to BF16 first), are another rounding than one sum's."""
+@pytest.mark.parametrize(("case", "mean", "largest"), [("jetrl", 1e-4, 1e-2), ("te", 5e-2, 0.3), ("te-sp", 5e-2, 0.3)])
+def test_log_probs_of_tensor_parallel_are_near_those_of_one(seen: Seen, case: str, mean: float, largest: float) -> None:
+    """Partial sums are added in FP32 and rounded once, in an order of their own; TE rounds each part to BF16."""
     found = (_flat(seen("tp2", case)["logprobs"]) - _flat(seen("one", case.partition("-")[0])["logprobs"])).abs()
     print(f"tp2 {case}: mean {float(found.mean()):.2e}, largest {float(found.max()):.2e}")
-    assert found.mean() < 1e-2
-    assert found.max() < 0.15
+    assert found.mean() < mean
+    assert found.max() < largest
 
 
 @pytest.mark.parametrize("world", MANY)
