@@ -1,13 +1,15 @@
 """Real training jobs on a real two-node Slurm: one rank and its files on each node, nothing shared but the folders.
 
-The same four steps run twice: submitted with `sbatch slurm/train.sbatch` and left alone; launched with `jetrl launch`
-and given all the trouble there is: a rank killed, SIGTERM while a checkpoint is written and again during the export.
-Both must write the same metrics.
+The same steps run four times and must write the same metrics: submitted with `sbatch slurm/train.sbatch` and left
+alone, an engine on each node; launched with `jetrl launch`, one engine, and given all the trouble there is: a rank
+killed, SIGTERM while a checkpoint is written and again during the export; with the engine on a node of its own; and on
+one machine without Slurm.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,9 +39,10 @@ SMALL = {
     "rollout.start_timeout_s": 1200,
 }
 SET = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+SHORT = ("--set", "train.steps=2")
 JETRL = str(Path(sys.executable).parent / "jetrl")
-CLOCK = ("seconds", "per_second", "_gib", "memory")
-"""Metrics with these words depend on the machine's mood."""
+UNSTEADY = ("seconds", "per_second", "_gib", "memory", "refit_bytes", "refit_wire_bytes")
+"""Metrics with these words depend on the machine's mood, or on where engines are."""
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
         yield Path(name)
 
 
-def metrics(run: Path) -> list[dict]:
+def everything(run: Path) -> list[dict]:
     file = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [{k: v for k, v in line.items() if not any(word in k for word in CLOCK)} for line in lines]
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def metrics(run: Path) -> list[dict]:
+    """Those that must not differ."""
+    return [{k: v for k, v in line.items() if not any(word in k for word in UNSTEADY)} for line in everything(run)]
 
 
 def cache(folder: Path) -> dict[str, str]:
@@ -66,22 +73,46 @@ def logs(folder: Path) -> str:
     return "\n".join(f"--- {f.name}\n{f.read_text()[-6000:]}" for f in files)
 
 
+def job(slurm: Cluster, folder: Path, run: Path, *words: str, **env: str) -> str:
+    """Submit the documented line for several nodes, wait for its success, return the log."""
+    line = line_of("train.sbatch", "--nodes 4")
+    command = [*sbatch(line, f"--output={folder}/%x-%j.log")[:-1], RECIPE, *SET, *words]
+    number = slurm.run(*command, env=cache(folder) | env | {"JETRL_RUN_DIR": str(run)}, cwd=REPO).stdout.strip()
+    assert slurm.wait(number, timeout=1200)["JobState"] == "COMPLETED", logs(folder)
+    return (folder / f"jetrl-{number}.log").read_text()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(slurm: Cluster, folder: Path) -> list[dict]:
     run = folder / "uninterrupted"
-    env = cache(folder) | {"JETRL_RUN_DIR": str(run), "JETRL_EXPORT": "1"}
-    line = line_of("train.sbatch", "--nodes 4")
-    command = [*sbatch(line, f"--output={folder}/%x-%j.log")[:-1], RECIPE, *SET]
-    job = slurm.run(*command, env=env, cwd=REPO).stdout.strip()
-    assert slurm.wait(job, timeout=1200)["JobState"] == "COMPLETED", logs(folder)
-    text = (folder / f"jetrl-{job}.log").read_text()
+    text = job(slurm, folder, run, "--set", "rollout.replicas=2", JETRL_EXPORT="1")
     assert "environment of this job" in text and "NCCL_DEBUG=WARN" in text
     return metrics(run)
 
 
-def test_sbatch_trains_on_two_nodes(uninterrupted: list[dict]):
+def test_sbatch_trains_on_two_nodes_with_an_engine_on_each(folder: Path, uninterrupted: list[dict]):
+    run = folder / "uninterrupted"
     assert [line["step"] for line in uninterrupted] == [1, 2, 3, 4]
     assert all(line["refit_tensors_mismatched"] == 0 and line["refit_tensors"] > 0 for line in uninterrupted)
+    assert all((run / f"engine-{replica}.log").is_file() for replica in (0, 1))
+    assert not (run / ".agents.json").exists(), "the key of a run ends with it"
+    # One trainer rank on each node: half of each node's copy comes from the other.
+    first, second = ((line["refit_wire_bytes"], line["refit_bytes"]) for line in everything(run)[:2])
+    assert first == second and 0.4 * first[1] < first[0] < 0.6 * first[1]
+
+
+def test_engines_elsewhere_change_nothing(slurm: Cluster, folder: Path, uninterrupted: list[dict]):
+    far, here = folder / "far", folder / "here"
+    job(slurm, folder, far, *"--set parallel.nodes=1 --set rollout.nodes=1 --set refit.delta=true".split(), *SHORT)
+    assert metrics(far) == uninterrupted[:2]
+    assert not (far / ".agents.json").exists()
+    command = [JETRL, "train", RECIPE, "--output", str(here), *SET, "--set", "parallel.nodes=1", *SHORT]
+    subprocess.run(command, env=os.environ | cache(folder), check=True, capture_output=True, timeout=900)
+    assert metrics(here) == uninterrupted[:2]
+    copy = everything(here)[0]["refit_bytes"]
+    assert [line["refit_wire_bytes"] for line in everything(here)] == [0, 0]
+    wire = [line["refit_wire_bytes"] for line in everything(far)]
+    assert copy <= wire[0] < 1.2 * copy and wire[1] < wire[0], "only what changed goes again"
 
 
 def test_finished_job_has_exported_its_last_checkpoint(folder: Path, uninterrupted: list[dict]):
