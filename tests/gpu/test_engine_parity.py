@@ -48,6 +48,7 @@ def test_trainer_equals_engine(mode: str, model: Path, tmp_path: Path) -> None:
     assert result["decode"]["mismatch_count"] == 0
 
 
+@pytest.mark.alone
 def test_refits_and_sleep_keep_the_output(model: Path) -> None:
     result = _run("bench_refit", "gpu", json.dumps({"model": str(model), "rounds": 3, "cycles": 20}))
     assert result["output_unchanged"]

@@ -41,6 +41,7 @@ def test_offloading_frees_the_state_and_changes_no_step(model: Path, fp8_param: 
     assert losses[1][1] == pytest.approx(losses[0][1], rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.alone
 def test_twenty_turns_keep_output_and_memory(model: Path, tmp_path: Path) -> None:
     """Offload, wake and refit, sample, sleep, restore; compiled, with CUDA graphs that stay valid."""
     from jetrl_megatron.rollout.types import Sampling
