@@ -39,7 +39,7 @@ def _long_answers() -> Config:
         ),
         # The policy should know the form of an answer (one wrong bracket in a thousand tokens spoils it), and little
         # more. A board takes 40 ms to make.
-        sft=SFTConfig(steps=300, batch_size=8, lr=5e-4, examples=400),
+        sft=SFTConfig(steps=400, batch_size=8, lr=1e-3, examples=400),
         train=TrainConfig(steps=60, micro_batch_size=16, device="cuda", timeout_s=600.0),
     )
 
