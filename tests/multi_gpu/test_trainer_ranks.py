@@ -1,4 +1,4 @@
-"""Trainers of two ranks on GPUs against one of one rank, and their refits to a real engine of one GPU.
+"""Trainers of two ranks on GPUs against one of one rank, and their refits to a real engine of one GPU or of two.
 
 On a single GPU the ranks share it (`ranks.py`): all but speed is tested.
 """
@@ -23,10 +23,11 @@ WORLDS = {
     "tp2": (2, ["parallel.tp=2"], {"jetrl": [], "sp": SP, "te": TE, "te-sp": [*TE, *SP]}),
     "pp2": (2, ["parallel.pp=2"], {"jetrl": [], "te": TE}),
     "dp2": (2, ["parallel.dp=2"], {"jetrl": [], "te": TE, "fp8_param": ["precision.fp8_param=true"]}),
+    "both2": (2, ["parallel.tp=2", "rollout.tp=2"], {"exact": ["precision.parity=exact"]}),
 }
 """Name -> number of ranks, parallel sizes, cases."""
-ENGINE = ("tp2", "pp2")
-"""Worlds whose first case an engine follows."""
+ENGINE = {"tp2": "jetrl", "pp2": "jetrl", "both2": "exact"}
+"""World -> the case that an engine follows, of TP=1 or, in `both2`, of TP=2."""
 MANY = ["tp2", "pp2", "dp2"]
 
 Seen = Callable[[str, str], dict]
@@ -42,8 +43,8 @@ def seen(tmp_path_factory) -> Iterator[Seen]:
     folders: dict[str, Path] = {}
     for name, (count, sizes, cases) in WORLDS.items():
         folder = folders[name] = tmp_path_factory.mktemp(name)
-        refit = "jetrl" if name in ENGINE else None
-        settings = {"model": str(model), "folder": str(folder), "sizes": sizes, "cases": cases, "refit": refit}
+        settings = {"model": str(model), "folder": str(folder), "sizes": sizes, "cases": cases}
+        settings |= {"refit": ENGINE.get(name)}
         (folder / "settings.json").write_text(json.dumps(settings))
         port = free_port()
         environments = [rank(index, count, port) for index in range(count)]
@@ -121,9 +122,9 @@ def test_a_checkpoint_restores_every_rank(seen: Seen, world: str) -> None:
 
 @pytest.mark.parametrize("way", ["cuda-ipc", "nccl"])
 @pytest.mark.parametrize("world", ENGINE)
-def test_an_engine_of_one_gpu_holds_the_bytes_of_two_ranks(seen: Seen, world: str, way: str) -> None:
+def test_an_engine_holds_the_bytes_of_two_ranks(seen: Seen, world: str, way: str) -> None:
     reports = seen(world, "refits")[way]
-    tensors = len(seen(world, "jetrl")["digests"])
+    tensors = len(seen(world, ENGINE[world])["digests"])
     assert [(r["tensors"], r["mismatched"]) for r in reports] == [(tensors, 0)] * 2
     if way == "nccl":
         assert all(r["chunks"] > 1 for r in reports)
@@ -131,3 +132,15 @@ def test_an_engine_of_one_gpu_holds_the_bytes_of_two_ranks(seen: Seen, world: st
         assert all(0.3 * r["nbytes"] < r["wire"] < 0.75 * r["nbytes"] for r in reports)
     else:
         assert all(r["wire"] == 0 for r in reports)
+
+
+@pytest.mark.parametrize("world", ENGINE)
+def test_the_engine_computes_the_log_probs_of_the_trainer(seen: Seen, world: str) -> None:
+    """To the bit where both sides add the same partial sums: equal TP, any PP."""
+    reports = [report for way in seen(world, "refits").values() for report in way]
+    print(world, [(r["differing"], r["scored"], r["largest"]) for r in reports])
+    assert all(r["scored"] > 500 for r in reports)
+    if world == "tp2":
+        assert all(r["largest"] < 1e-2 for r in reports)
+    else:
+        assert all(r["differing"] == 0 for r in reports)

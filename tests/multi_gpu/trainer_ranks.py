@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import shared
 from trainer_support import config_of, loss, random_samples
 from trainer_world import digests, same, state
 
@@ -32,13 +33,14 @@ from jetrl_megatron.refit.places import Places
 from jetrl_megatron.refit.sender import RefitSender
 from jetrl_megatron.rollout.client import RolloutEngine
 from jetrl_megatron.rollout.pool import EnginePool
+from jetrl_megatron.rollout.remote import RemoteEngine
 from jetrl_megatron.rollout.types import Sampling
 
 COMMON = ["train.timeout_s=120", "rollout.enforce_eager=true", "refit.staging_mib=1", "refit.timeout_s=60"]
 COUNT, SIZE = 8, 4
 """Sequences of a step, and of a micro-batch."""
-WAYS = {"cuda-ipc": Places((0, 0), (0,), 1), "nccl": Places((0, 1), (0,), 1)}
-"""Two trainer ranks on the engine's node, or one of them on another."""
+WAYS = {"cuda-ipc": (0, 0), "nccl": (0, 1)}
+"""Nodes of the two trainer ranks; the engine is on node 0."""
 
 
 class Work:
@@ -106,15 +108,32 @@ def examine(trainer: Trainer, folder: Path) -> dict:
     return seen
 
 
+def compare(work: Work, engine: RolloutEngine | None) -> dict:
+    """Log-probs of the engine's prefill against the trainer's; empty on ranks without the engine. Collective."""
+    ours = torch.tensor([value for part in work.logprobs() for value in part])
+    if engine is None:
+        return {}
+    scores = engine.score([s.prompt_ids + s.response_ids for s in work.samples])
+    theirs = torch.tensor([value for s, part in zip(work.samples, scores) for value in part[-len(s.response_ids) :]])
+    return {
+        "scored": len(ours),
+        "differing": int((ours != theirs).sum()),
+        "largest": float((ours - theirs).abs().max()),
+    }
+
+
 def refits(trainer: Trainer, pool: EnginePool | None) -> dict:
     """Two versions by each way to one engine, which sleeps before the second."""
     work, found = Work(trainer), {}
-    for way, places in WAYS.items():
-        sender = RefitSender(trainer, pool, places)
+    for way, nodes in WAYS.items():
+        sender = RefitSender(trainer, pool, Places(nodes, (0,), trainer.config.rollout.tp))
         assert sender.member.ways.of(1, 0).name == way
         reports = []
         for _ in range(2):
-            reports.append(dataclasses.asdict(sender.send()) | {"chunks": sender.member.chunks})
+            report = dataclasses.asdict(sender.send()) | {"chunks": sender.member.chunks}
+            engine = None if pool is None else pool.engines[0]
+            assert not isinstance(engine, RemoteEngine)
+            reports.append(report | compare(work, engine))
             if pool is not None:
                 sampling = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
                 answers = pool.generate([[5, 6, 7]] * 4, list(range(4)), sampling)
@@ -133,7 +152,11 @@ def main(settings: dict) -> None:
     device, pool, seen = world.initialize(config), None, {}
     with contextlib.ExitStack() as stack:
         if settings["refit"] and rank == 0:
-            engine = RolloutEngine(model, config, quantized=fp8_tensors(spec, config), output=folder, cpu=False)
+            extension = "shared_worker.SharedWorker" if shared(config.rollout.tp) else None
+            quantized = fp8_tensors(spec, config)
+            engine = RolloutEngine(
+                model, config, quantized=quantized, output=folder, cpu=False, worker_extension=extension
+            )
             pool = EnginePool([engine])
             stack.callback(pool.close)
             pool.start()
