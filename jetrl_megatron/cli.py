@@ -33,11 +33,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. train.steps=3.")]
+Set = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. train.steps=3; may be repeated."),
+]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; outputs/RECIPE by default.")]
 
 
-@app.command()
+@app.command(short_help="Train a recipe with GRPO, or list the recipes.")
 def train(
     recipe: Annotated[str | None, typer.Argument(help="Name of a recipe; see --list.")] = None,
     set_: Set = [],  # noqa: B006
@@ -60,7 +63,7 @@ def train(
     raise typer.Exit(run(recipe, set_, output, resume))
 
 
-@app.command()
+@app.command(short_help="Warm-start a model by supervised training.")
 def sft(
     recipe: Annotated[str, typer.Argument(help="Recipe whose model, task and sft settings are used.")],
     output: Annotated[Path, typer.Option(help="Hugging Face folder to write; must not exist.")],
@@ -75,7 +78,7 @@ def sft(
     run_sft(recipe, set_, output)
 
 
-@app.command("eval")
+@app.command("eval", short_help="pass@1 and pass@k on held-out questions.")
 def evaluate(
     target: Annotated[str, typer.Argument(help="A recipe, a run's folder, or a Hugging Face model folder.")],
     set_: Set = [],  # noqa: B006
@@ -90,13 +93,16 @@ def evaluate(
     run(target, set_, recipe)
 
 
-@app.command()
+@app.command(short_help="Submit a recipe to Slurm through NeMo-Run, or run it here.")
 def launch(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe; see jetrl train --list.")],
     set_: Set = [],  # noqa: B006
     executor: Annotated[str, typer.Option(help="slurm or local.")] = "slurm",
     site: Annotated[Path | None, typer.Option(help="Site file; ~/.config/jetrl/site.toml by default.")] = None,
-    output: Output = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run; PATHS.JOBS/runs/RECIPE-TIME by default, outputs/RECIPE if local."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the sbatch script and stop.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Show the job's log and return its result.")] = False,
     allow_dirty: Annotated[
@@ -127,11 +133,13 @@ def launch(
     )
 
 
-@app.command()
+@app.command(short_help="Memory per GPU and step time of a recipe.")
 def estimate(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
     set_: Set = [],  # noqa: B006
-    nodes: Annotated[int | None, typer.Option(min=1, help="Spread the recipe over this many nodes.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Spread the recipe over this many nodes.")
+    ] = None,
     gpu: Annotated[str, typer.Option(help="GPU whose peak and bandwidth are used.")] = "h100",
 ) -> None:
     """Memory per GPU and a first-order step time of a recipe, from data-sheet figures: an estimate.
@@ -143,7 +151,7 @@ def estimate(
     run(recipe, set_, nodes, gpu)
 
 
-@app.command()
+@app.command(short_help="One picture of several runs.")
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, each with a metrics.jsonl.")],
     output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("jetrl.png"),
@@ -157,7 +165,7 @@ def plot(
     run(runs, output)
 
 
-@app.command()
+@app.command(short_help="What works on this machine, and why the rest does not.")
 def doctor(
     recipe: Annotated[str, typer.Argument(help="Also check what this recipe needs.")] = "",
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -171,23 +179,36 @@ def doctor(
     raise typer.Exit(run(recipe or None, json_))
 
 
-def _group(name: str, text: str) -> typer.Typer:
-    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(group, name=name)
+def _group(name: str, text: str, example: str) -> typer.Typer:
+    group = typer.Typer(
+        help=f"{text}\n\nExample: {example}",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.add_typer(group, name=name, short_help=text)
     return group
 
 
-app.add_typer(convert.app, name="convert")
-verify = _group("verify", "Prove that two checkpoints, or trainer and engine, agree.")
-verify.command()(verify_checkpoint.checkpoint)
-verify.command()(verify_parity.parity)
-bench = _group("bench", "Measure parts of the system.")
-bench.command()(bench_convert.convert)
-bench.command()(bench_step.step)
-bench.command()(bench_parity.parity)
-bench.command("kernels")(bench_kernels.bench_kernels)
-for measure in (bench_gpu.rollout, bench_gpu.train, bench_refit.refit):
-    bench.command()(measure)
+app.add_typer(convert.app, name="convert", short_help="Checkpoints between Hugging Face, FP8 and Megatron; layouts.")
+verify = _group(
+    "verify",
+    "Prove that two checkpoints, or trainer and engine, agree.",
+    "jetrl verify checkpoint Qwen3-8B Qwen3-8B-megatron",
+)
+verify.command(short_help="Two checkpoints, bitwise, whatever their layouts.")(verify_checkpoint.checkpoint)
+verify.command(short_help="Trainer and engine: bytes, then log-probs.")(verify_parity.parity)
+bench = _group("bench", "Measure parts of the system.", "jetrl bench step tiny_cpu_jetrl")
+for measure, short in (
+    (bench_convert.convert, "Speed and memory of a conversion."),
+    (bench_step.step, "Share of each phase in a training step."),
+    (bench_parity.parity, "Cost of exact parity."),
+    (bench_gpu.rollout, "Generated tokens a second."),
+    (bench_gpu.train, "Forward, backward and optimizer step."),
+    (bench_refit.refit, "Time and bytes of a refit, digests included."),
+):
+    bench.command(short_help=short)(measure)
+bench.command("kernels", short_help="All kernels on a Hopper GPU, beside their peers.")(bench_kernels.bench_kernels)
 
 
 def main() -> None:

@@ -287,11 +287,11 @@ def _violations(c: Config) -> Iterable[tuple[str, str]]:
         yield "optimizer.beta1/beta2", "must be in [0, 1)"
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or the choices where none is near."""
+def nearest(word: str, choices: Iterable[str], shown: str = "") -> str:
+    """`did you mean 'x'?`; where none is near, the choices, or `shown`: what shows so many."""
     choices = list(choices)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(choices)}"
+    return f"did you mean {close[0]!r}?" if close else shown or f"choose one of: {', '.join(choices)}"
 
 
 def get_value(config: Any, key: str) -> Any:
@@ -323,7 +323,7 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config:
         if not equals:
             problems.append(f"--set {item}: expected KEY=VALUE")
         elif key not in known and not option:
-            problems.append(f"--set {key}: unknown key, {nearest(key, known)}")
+            problems.append(f"--set {key}: unknown key, {nearest(key, known, 'jetrl_megatron/config.py has all')}")
         else:
             target = values
             *parents, leaf = key.split(".")
@@ -333,9 +333,14 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config:
                 target[leaf] = _parse(text) if option else _coerce(_parse(text), _type_of(key), text)
             except ValueError as error:
                 problems.append(f"--set {key}: {error}")
+    changed = Config.from_dict(values)
     if problems:
+        try:
+            changed.validate()
+        except ConfigError as error:
+            problems += error.problems
         raise ConfigError(problems)
-    return Config.from_dict(values)
+    return changed
 
 
 def _type_of(key: str) -> Any:

@@ -19,6 +19,8 @@ from jetrl_megatron.config import Config, ConfigError, Mode, nearest
 
 MODES: tuple[Mode, ...] = typing.get_args(Mode)
 
+SHOWN = "jetrl train --list shows all"
+
 _recipes: dict[str, Callable[[], Config]] = {}
 
 
@@ -95,7 +97,7 @@ def get(name: str) -> Config:
     """
     _load_families()
     if name not in _recipes:
-        raise ConfigError([f"recipe {name!r} does not exist, {nearest(name, _recipes)}"])
+        raise ConfigError([f"recipe {name!r} does not exist, {nearest(name, _recipes, SHOWN)}"])
     return _recipes[name]()
 
 

@@ -28,7 +28,7 @@ Train = Annotated[str, typer.Option(metavar="tp=4,pp=2", help="Also keep BF16 wh
 Rollout = Annotated[str, typer.Option(metavar="tp=2", help="Also keep BF16 what this vLLM layout cannot hold.")]
 
 
-@app.command("hf-to-megatron")
+@app.command("hf-to-megatron", short_help="Hugging Face -> Megatron, for any TP, PP and EP.")
 def hf_to_megatron(src: Src, dst: Dst) -> None:
     """Hugging Face folder -> Megatron distributed checkpoint that loads at any TP, PP and EP.
 
@@ -40,7 +40,7 @@ def hf_to_megatron(src: Src, dst: Dst) -> None:
     _done(dst)
 
 
-@app.command("megatron-to-hf")
+@app.command("megatron-to-hf", short_help="Megatron, saved at any TP, PP and EP -> Hugging Face.")
 def megatron_to_hf(src: Src, dst: Dst, config: Config = None) -> None:
     """Megatron distributed checkpoint, saved at any TP, PP and EP -> Hugging Face folder.
 
@@ -52,7 +52,7 @@ def megatron_to_hf(src: Src, dst: Dst, config: Config = None) -> None:
     _done(dst)
 
 
-@app.command("hf-to-fp8")
+@app.command("hf-to-fp8", short_help="Hugging Face -> block FP8, for stock vLLM.")
 def hf_to_fp8(src: Src, dst: Dst, scales: Scales = "pow2", keep_bf16: Keep = [], train: Train = "",  # noqa: B006
               rollout: Rollout = "") -> None:  # fmt: skip
     """Hugging Face folder -> block-FP8 folder that stock vLLM and transformers load.
@@ -65,7 +65,7 @@ def hf_to_fp8(src: Src, dst: Dst, scales: Scales = "pow2", keep_bf16: Keep = [],
     _done(dst)
 
 
-@app.command("fp8-to-hf")
+@app.command("fp8-to-hf", short_help="Block FP8 -> BF16, dequantized.")
 def fp8_to_hf(src: Src, dst: Dst) -> None:
     """Block-FP8 folder -> BF16 folder of the dequantized values.
 
@@ -77,7 +77,7 @@ def fp8_to_hf(src: Src, dst: Dst) -> None:
     _done(dst)
 
 
-@app.command("megatron-to-fp8")
+@app.command("megatron-to-fp8", short_help="Megatron -> block FP8.")
 def megatron_to_fp8(src: Src, dst: Dst, scales: Scales = "pow2", keep_bf16: Keep = [], train: Train = "",  # noqa: B006
                     rollout: Rollout = "", config: Config = None) -> None:  # fmt: skip
     """Megatron distributed checkpoint -> block-FP8 folder, the same bytes as by way of a BF16 folder.
@@ -91,7 +91,7 @@ def megatron_to_fp8(src: Src, dst: Dst, scales: Scales = "pow2", keep_bf16: Keep
     _done(dst)
 
 
-@app.command()
+@app.command(short_help="Who holds which rows in two layouts, and what cannot move.")
 def plan(
     model: Annotated[str, typer.Argument(help="Model folder, config.json, or a known name such as Qwen3-8B.")],
     train: Annotated[str, typer.Option(metavar="tp=4,pp=2,ep=1", help="Megatron: tp, pp, ep, etp, dp.")],

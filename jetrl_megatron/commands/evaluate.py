@@ -42,9 +42,8 @@ def _resolve(target: str, overrides: Sequence[str], recipe: str, scratch: Path) 
     from jetrl_recipes import registry
 
     if target not in registry.names():
-        raise ConfigError(
-            [f"{target!r} is no recipe ({nearest(target, registry.names())}), no run's folder and no model folder"]
-        )
+        where = nearest(target, registry.names(), registry.SHOWN)
+        raise ConfigError([f"{target!r} is no recipe ({where}), no run's folder and no model folder"])
     config = prepare.load_config(target, overrides)
     return config, prepare.model_folder(config)
 
