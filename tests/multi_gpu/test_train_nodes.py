@@ -6,8 +6,11 @@ Nothing but folders is shared between the nodes. On a single GPU all nodes share
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import Processes, free_port, needs_hopper, node
 
@@ -63,21 +66,32 @@ def make_model(folder: Path, **sizes: int) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def train(settings: dict[str, object], steps: int, output: Path, *flags: str) -> list[dict]:
-    """The run's metrics so far."""
+def start(settings: dict[str, object], steps: int, output: Path, *flags: str) -> Processes:
+    """`jetrl train` on every node."""
     settings = settings | {"train.steps": steps}
     count = 2 + int(str(settings.get("rollout.nodes", 0)))
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     meet = {"JETRL_NNODES": str(count), "JETRL_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
     nodes = [node(index, count) | meet | {"JETRL_NODE_RANK": str(index)} for index in range(count)]
     command = ["-m", "jetrl_megatron.cli", "train", "tiny_2gpu_jetrl", "--output", str(output), *flags, *words]
-    with Processes(f"{output.name}-to-{steps}", command, nodes, output.parent) as running:
+    return Processes(f"{output.name}-to-{steps}", command, nodes, output.parent)
+
+
+def metrics(output: Path) -> list[dict]:
+    """The lines so far."""
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(settings: dict[str, object], steps: int, output: Path, *flags: str) -> list[dict]:
+    """The run's metrics at its end."""
+    with start(settings, steps, output, *flags) as running:
         try:
             running.wait(160)
         except AssertionError as error:
             logs = [f"--- {log.name}\n{Processes.tail(log)}" for log in sorted(output.glob("*.log"))]
             raise AssertionError("\n".join([str(error), *logs])) from None
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return metrics(output)
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -95,3 +109,33 @@ def test_refits_reach_engines_of_other_nodes_and_a_run_resumes(settings, layout:
         assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5]
         assert resumed[:3] == lines
         assert all(line["refit_tensors_mismatched"] == 0 for line in resumed)
+
+
+def test_a_node_that_only_samples_is_lost_and_comes_back(settings, tmp_path: Path) -> None:
+    """Its receiver is killed, in a transfer or between two: the trainers go on with the other node's replica."""
+    chosen = settings | LAYOUTS["apart"] | {"rollout.nodes": 2, "rollout.replicas": 2, "train.checkpoint_every": 1000}
+    output = tmp_path / "lost"
+    with start(chosen, 1000, output) as running:
+
+        def until(what: Callable[[list[dict]], bool], seconds: float) -> list[dict]:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and all(p.poll() is None for p in running.running):
+                if what(lines := metrics(output)):
+                    return lines
+                time.sleep(0.3)
+            states, tails = [p.poll() for p in running.running], [Processes.tail(log) for log in running.logs]
+            raise AssertionError("\n---\n".join([f"not in {seconds:.0f} s; exit statuses {states}", *tails]))
+
+        lines = until(lambda lines: len(lines) >= 3, 120)
+        wire = lines[-1]["refit_wire_bytes"]
+        (receiver,) = [
+            p for p in psutil.Process(running.running[3].pid).children() if "jetrl_megatron.rollout.host" in p.cmdline()
+        ]
+        receiver.kill()
+        # One node's copy is sent, not two; then two again.
+        lost = until(lambda lines: lines[-1]["refit_wire_bytes"] < 0.6 * wire, 60)
+        lines = until(lambda lines: len(lines) > len(lost) and lines[-1]["refit_wire_bytes"] == wire, 120)
+    assert all(line["refit_tensors_mismatched"] == 0 for line in lines)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    log = running.logs[0].read_text()
+    assert "out of rotation" in log
