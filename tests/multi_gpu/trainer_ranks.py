@@ -36,7 +36,13 @@ from jetrl_megatron.rollout.pool import EnginePool
 from jetrl_megatron.rollout.remote import RemoteEngine
 from jetrl_megatron.rollout.types import Sampling
 
-COMMON = ["train.timeout_s=120", "rollout.enforce_eager=true", "refit.staging_mib=1", "refit.timeout_s=60"]
+COMMON = [
+    "train.timeout_s=120",
+    "rollout.memory_gib=0.25",
+    "rollout.enforce_eager=true",
+    "refit.staging_mib=1",
+    "refit.timeout_s=60",
+]
 COUNT, SIZE = 8, 4
 """Sequences of a step, and of a micro-batch."""
 WAYS = {"cuda-ipc": 0, "nccl": 1}
