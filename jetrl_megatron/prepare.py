@@ -20,6 +20,8 @@ from jetrl_megatron.config import Config, ConfigError
 
 TINY = "tiny"
 METRICS = "metrics.jsonl"
+TRAINED = "model"
+"""Folder of a supervised run's output that holds the Hugging Face model."""
 MEGATRON = ".metadata"
 """The file that every torch distributed checkpoint has."""
 LOCK_WAIT_S = 120
@@ -181,7 +183,6 @@ def warm_start(config: Config, source: Path, final: Path) -> None:
         SystemExit: asked to stop meanwhile; the model is finished first, it takes minutes and is kept.
     """
     from jetrl_megatron.launcher import launch
-    from jetrl_megatron.sft import MODEL
 
     work = final.with_name(f".{final.name}.{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
@@ -192,7 +193,7 @@ def warm_start(config: Config, source: Path, final: Path) -> None:
         write_run(task, work)
         launch("sft", task, work)
         if not final.exists():  # another process may have made the same one meanwhile
-            (work / MODEL).rename(final)
+            (work / TRAINED).rename(final)
         if signals.stop_requested():
             raise SystemExit(signals.REQUEUE_EXIT_CODE)
     finally:

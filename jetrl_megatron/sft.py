@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,9 +17,7 @@ from jetrl_megatron.config import Config
 from jetrl_megatron.data import load_task, supervised_example
 from jetrl_megatron.megatron import weights, world
 from jetrl_megatron.megatron.trainer import Trainer
-
-MODEL = "model"
-"""Folder of a run's output that holds the trained Hugging Face model."""
+from jetrl_megatron.prepare import TRAINED
 
 
 def sft(config: Config, output: Path) -> int:
@@ -36,7 +35,7 @@ def sft(config: Config, output: Path) -> int:
     def example(index: int) -> Sample:
         return _sample(*supervised_example(task, tokenizer, config, index, config.sft.wrong_share))
 
-    for step in track(range(config.sft.steps), "sft", disable=not first):
+    for step in track(range(config.sft.steps), "sft", disable=not first or not sys.stdout.isatty()):
         first_item = step * config.sft.batch_size
         samples = [example((first_item + i) % shown) for i in range(config.sft.batch_size)]
         tokens = sum(len(s.response_ids) for s in samples)
@@ -58,7 +57,7 @@ def sft(config: Config, output: Path) -> int:
         if report and stats and parallel_state.get_tensor_model_parallel_rank() == 0:
             value = sum(float(s["loss"]) for s in stats)
             print(f"sft step {step + 1}/{config.sft.steps}: loss {value:.4f} grad_norm {grad_norm:.3f}", flush=True)
-    weights.save_hf(trainer, output / MODEL, source)
+    weights.save_hf(trainer, output / TRAINED, source)
     return 0
 
 
