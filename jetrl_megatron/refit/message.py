@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,11 +75,16 @@ class RefitMessage:
     chunks: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values, a slot as a row of its fields: every chunk of a version carries hundreds of them."""
+        slots = [[(s.name, s.dtype, s.shape, s.offset, s.chunk) for s in rank] for rank in self.slots]
+        return {**vars(self), "slots": slots}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RefitMessage:
-        slots = tuple(tuple(TensorSlot(**{**s, "shape": tuple(s["shape"])}) for s in rank) for rank in values["slots"])
+        slots = tuple(
+            tuple(TensorSlot(name, dtype, tuple(shape), offset, chunk) for name, dtype, shape, offset, chunk in rank)
+            for rank in values["slots"]
+        )
         return RefitMessage(**{**values, "segments": tuple(values["segments"]), "slots": slots})
 
     def same_version(self, other: RefitMessage) -> bool:

@@ -99,18 +99,19 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         """The message, and (part of a parameter, its new bytes) for its chunk. Changes nothing; raises as above."""
         try:
             message = RefitMessage.from_dict(values)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise RefitRefused([f"not a refit message: {error}"]) from error
         rank, ranks, live = self.parallel_config.rank, self.parallel_config.world_size, self.parameters
         problems = check_version(message, self._last_version, self.scales, ranks)
-        if rank < min(len(message.slots), len(message.segments)):
+        known = self._pending is not None and message.same_version(self._pending)
+        if rank < min(len(message.slots), len(message.segments)) and not (message.chunk and known):
             expected = {name: (_DTYPE_NAMES[p.dtype], tuple(p.shape)) for name, p in live.items()}
             problems += check_slots(message.slots[rank], expected, message.chunks)
         if message.chunk:  # chunk 0 begins a version, also after one that stayed unfinished
             due = 0 if self._pending is None else self._pending.chunk + 1
             if message.chunk != due:
                 problems.append(f"chunk {message.chunk} of {message.chunks} came where chunk {due} was due")
-            elif self._pending is not None and not message.same_version(self._pending):
+            elif not known:
                 problems.append("another version, or other slots, than the chunk before")
         if problems:
             raise RefitRefused(problems)
