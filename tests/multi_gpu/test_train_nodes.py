@@ -38,6 +38,8 @@ COMMON = {
 LAYOUTS = {
     "apart": {"rollout.nodes": 1, "rollout.colocated": "false"},
     "beside": {"rollout.replicas": 2, "rollout.colocated": "true"},
+    "exact": {"rollout.replicas": 2, "rollout.colocated": "true", "parallel.tp": 1, "parallel.pp": 2}
+    | {"precision.parity": "exact"},
 }
 """The engine on a third node, or one beside each trainer rank, whose weights come half from the other node."""
 
@@ -100,10 +102,11 @@ def test_refits_reach_engines_of_other_nodes_and_a_run_resumes(settings, layout:
     lines = train(chosen, 3, tmp_path / layout)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["refit_tensors"] > 20 and line["refit_tensors_mismatched"] == 0 for line in lines)
-    # `apart`: the whole model goes to another node. `beside`: to each node what the other one holds.
+    # `apart`: the whole model goes to another node. Else: to each node what the other one holds.
     share = 1.0 if layout == "apart" else 0.5
     assert all(line["refit_wire_bytes"] == pytest.approx(share * line["refit_bytes"], rel=0.2) for line in lines)
     assert any(line["grad_norm"] > 0 for line in lines)
+    assert layout != "exact" or all(line["logprob_mismatch_fraction"] == 0 for line in lines)
     if layout == "apart":
         resumed = train(chosen, 5, tmp_path / layout, "--resume")
         assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5]
