@@ -6,9 +6,7 @@ all cores. Peak memory is a few runs, whatever the size of the model. The output
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,12 @@ from typing import Any
 import torch
 
 from jetrl_conversion import fp8_config
-from jetrl_conversion.disk import writing
 from jetrl_conversion.errors import ConversionError
 from jetrl_conversion.jobs import Job, run_jobs, worker_count
 from jetrl_conversion.megatron_keys import Key, extra_state_keys, rows_in, stored_keys
 from jetrl_conversion.model_spec import hf_name
 from jetrl_conversion.parallel import Layout
-from jetrl_conversion.safetensors_io import SCALE_SUFFIX, HFFolderWriter
+from jetrl_conversion.safetensors_io import SCALE_SUFFIX, HFFolderWriter, write_side_files
 from jetrl_conversion.sources import HF_SUBFOLDER, Source, open_source
 from jetrl_conversion.tiles import quantized_tensors
 from jetrl_conversion.torch_dist import TorchDistWriter, split_rows
@@ -149,7 +146,8 @@ def write_megatron(source: Source, dst: str | Path) -> None:
     lanes = worker_count()
     objects: dict[str, Any] = {"common_state/shard_0_1": {}, **dict.fromkeys(extra_state_keys(spec))}
     with TorchDistWriter(dst, tensors, objects=objects, lanes=lanes) as writer:
-        _copy_side_files(source, writer.folder.path / HF_SUBFOLDER)
+        config = {k: v for k, v in source.spec.config.items() if k not in ("quantization_config", "jetrl")}
+        write_side_files(writer.folder.path / HF_SUBFOLDER, config, source.side_files())
         jobs: list[Job] = []
         for key in keys:
             dtype = tensors[key.name][0]
@@ -165,15 +163,6 @@ def write_megatron(source: Source, dst: str | Path) -> None:
 def _both_names(key: Key) -> bool:
     """Norms before experts: the local and the TE layer spec look for them under different keys."""
     return bool(key.aliases) and key.rules[0].row.where == "moe"
-
-
-def _copy_side_files(source: Source, folder: Path) -> None:
-    config = {k: v for k, v in source.spec.config.items() if k not in ("quantization_config", "jetrl")}
-    with writing(folder):
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for file in source.side_files():
-            shutil.copyfile(file, folder / file.name)
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

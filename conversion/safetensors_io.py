@@ -128,7 +128,20 @@ class HFFolderReader:
 
     def side_files(self) -> list[Path]:
         """Tokenizer and generation files to carry along. Python files (`trust_remote_code`) never are."""
-        return [self.path / name for name in SIDE_FILES if (self.path / name).is_file()]
+        return side_files(self.path)
+
+
+def side_files(folder: Path) -> list[Path]:
+    return [folder / name for name in SIDE_FILES if (folder / name).is_file()]
+
+
+def write_side_files(folder: Path, config: dict[str, Any], files: Iterable[Path]) -> None:
+    """config.json and copies of `files`; the folder is made if missing."""
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
 
 
 def _list_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -210,12 +223,9 @@ class HFFolderWriter:
         self.written: dict[str, int] = dict.fromkeys(tensors, 0)
         try:
             self.places = self._create(tensors, shard_bytes)
-            with writing(self.folder.final):
-                (self.folder.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-                for file in copy:
-                    shutil.copyfile(file, self.folder.path / file.name)
-                for name, content in (text or {}).items():
-                    (self.folder.path / name).write_text(content)
+            write_side_files(self.folder.path, config, copy)
+            for name, content in (text or {}).items():
+                (self.folder.path / name).write_text(content)
         except BaseException:
             self.folder.discard()
             raise

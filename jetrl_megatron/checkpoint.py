@@ -1,9 +1,10 @@
 """Checkpoints of a run: complete under their name or not there, the last few kept, safe to read.
 
 One step is one folder `OUTPUT/checkpoints/step_000010` in Megatron's distributed format (model and FP32 optimizer
-state resharded freely on load) with `state.json` beside it. A save writes into a folder with another name and renames
-it when all ranks are done, so a run killed at any moment finds the previous one. A disk without room is noticed before
-anything is written, a quota when it is reached; both end the run with one error on all ranks and leave nothing behind.
+state resharded freely on load), with `state.json` and, in `hf`, the model's config.json and tokenizer: it can be
+converted, or started from, without the run around it. A save writes into a folder with another name and renames it when
+all ranks are done, so a run killed at any moment finds the previous one. A disk without room is noticed before anything
+is written, a quota when it is reached; both end the run with one error on all ranks and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from jetrl_conversion.disk import FULL, disk_full, require_room
+from jetrl_conversion.model_spec import read_config
 from jetrl_conversion.safe_pickle import check_metadata
+from jetrl_conversion.safetensors_io import side_files, write_side_files
+from jetrl_conversion.sources import HF_SUBFOLDER
 from jetrl_megatron.checkpoint_names import path, steps
 from jetrl_megatron.megatron import patches
 from jetrl_megatron.megatron.trainer import Trainer
@@ -64,6 +68,10 @@ def save(trainer: Trainer, output: Path, state: dict[str, Any], keep_last: int) 
         def commit() -> None:
             text = json.dumps(state | {"version": trainer.version}, indent=2)
             (partial / "state.json").write_text(text + "\n")
+            model = Path(trainer.config.model.path)
+            if (model / "config.json").is_file():  # a trainer of its own, as of a benchmark, may have no model folder
+                write_side_files(partial / HF_SUBFOLDER, read_config(model), side_files(model))
+                _sync(partial / HF_SUBFOLDER)
             _sync(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)

@@ -312,10 +312,17 @@ def flat_keys(cls: Any = Config, prefix: str = "") -> list[str]:
 def apply_overrides(config: Config, overrides: Iterable[str]) -> Config:
     """Return a copy with `a.b=c` assignments applied, typed by the field they name.
 
+    Another `data.name` starts with the default splits, fields and options: the recipe's belong to its own data set.
+
     Raises:
         ConfigError: naming each unknown key (with the nearest known one) and each value of the wrong type.
     """
     values, problems, known = config.to_dict(), [], flat_keys()
+    overrides = list(overrides)
+    names = [text for key, _, text in (item.partition("=") for item in overrides) if key.strip() == "data.name"]
+    if names and names[-1] != config.data.name:
+        own = ("options", "split", "eval_split", "question_field", "answer_field")
+        values["data"] |= {key: vars(DataConfig())[key] for key in own}
     for item in overrides:
         key, equals, text = item.partition("=")
         key = key.strip()

@@ -22,7 +22,8 @@ def main(task: str, output: Path) -> int:
     signals.install()
     # A launcher that is killed leaves no ranks behind that would go on training (and writing) on their own.
     multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    warnings.filterwarnings("ignore", module="megatron.*")
+    warnings.filterwarnings("ignore", module=r"megatron.*|torch\.distributed\.checkpoint.*")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
     # Megatron's advice about deprecated classes and asynchronous saves is not for the user of a recipe.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

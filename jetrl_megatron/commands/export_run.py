@@ -39,7 +39,7 @@ def export(run: Path) -> list[Path]:
     folder.mkdir(exist_ok=True)
     plain, fp8 = folder / f"{newest.name}-hf", folder / f"{newest.name}-fp8"
     if not plain.exists():
-        convert.megatron_to_hf(newest, plain, config=config.model.path)
+        convert.megatron_to_hf(newest, plain)
     if config.precision.mode == "bf16":
         return [plain]
     if not fp8.exists():

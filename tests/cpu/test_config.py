@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jetrl_megatron.config import Config, ConfigError, apply_overrides, flat_keys
+from jetrl_megatron.config import Config, ConfigError, DataConfig, apply_overrides, flat_keys
 
 
 def problems(*overrides: str) -> list[str]:
@@ -29,6 +29,13 @@ def test_overrides_are_typed_by_the_field_that_they_name():
     assert (config.train.steps, config.optimizer.lr, config.rollout.enforce_eager) == (3, 1e-4, True)
     assert config.model.path == "5"
     assert config.data.options == {"max_terms": 2}
+
+
+def test_another_data_set_does_not_inherit_the_fields_of_the_recipes():
+    own = Config(data=DataConfig(name="reasoning_gym:a", options={"n": 1}, answer_field="solution", eval_size=5))
+    data = apply_overrides(own, ["data.answer_field=reply", "data.name=mine.jsonl"]).data
+    assert data == DataConfig(name="mine.jsonl", answer_field="reply", eval_size=5)
+    assert apply_overrides(own, ["data.name=reasoning_gym:a"]).data == own.data
 
 
 def test_all_problems_are_listed_with_the_nearest_names():

@@ -47,6 +47,7 @@ WORLD = " ".join(f"--set {word}" for word in SMALL.split())
 INSTEAD = [
     (r"^\.bin/uv run ", ""),
     (r"^(jetrl (train|bench step) tiny\S+.*)", rf"\1 {WORLD}"),
+    (r"step_000040", "step_000002"),
     (r"(--resume.*)", r"\1 --set train.steps=2"),
     (r"^(jetrl eval .*)", r"\1 --set data.eval_size=2"),
     (r"^(jetrl bench step .*)", r"\1 --steps 2"),
@@ -55,7 +56,7 @@ INSTEAD = [
     # Questions are read, asked and scored.
     (
         r"^jetrl train qwen\S+ (.*data\.name.*)",
-        rf"jetrl train tiny_cpu_jetrl \1 {WORLD} --set data.options={{}} --set model.path=tiny-model --output own",
+        rf"jetrl train tiny_cpu_jetrl \1 {WORLD} --set model.path=tiny-model --output own",
     ),
     # The run is there already and finished, which is said after all checks.
     (r"^(jetrl launch tiny\S+ --executor local)", rf"\1 {WORLD} --output outputs/tiny_cpu_jetrl"),

@@ -83,7 +83,7 @@ def whole(model, tmp_path_factory) -> Path:
     return output
 
 
-def test_every_step_leaves_its_metrics_and_equal_bytes_on_both_sides(whole):
+def test_every_step_leaves_its_metrics_and_equal_bytes_on_both_sides(whole, tmp_path):
     records = lines(whole)
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     for record in records:
@@ -93,6 +93,8 @@ def test_every_step_leaves_its_metrics_and_equal_bytes_on_both_sides(whole):
     assert "eval_pass_at_1" in records[-1]
     assert list(whole.glob("**/events.out.tfevents.*"))
     assert sorted(p.name for p in (whole / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
+    convert.megatron_to_hf(whole / "checkpoints/step_000004", tmp_path / "trained")
+    assert {"config.json", "tokenizer.json"} <= {p.name for p in (tmp_path / "trained").iterdir()}
 
 
 def test_bf16_training_with_fp8_rollout_is_at_least_ten_times_further_from_its_engine(whole, model, tmp_path):

@@ -90,6 +90,7 @@ def full_disk(trainer: Trainer, output: Path) -> list[list[str]]:
 
 def main(model: Path, result: Path, mode: str, tp: int, pp: int, sp: bool) -> None:
     config = Config()
+    config.model.path = str(model)
     config.precision.mode = mode  # type: ignore[assignment]
     config.parallel.tp, config.parallel.pp, config.parallel.sequence_parallel = tp, pp, sp
     config.optimizer.lr = 1e-3
