@@ -148,16 +148,16 @@ class Remote:
 
     def __init__(self, name: Name, node: int, hub: Hub, start_timeout_s: float):
         self.name, self.node, self.hub, self.start_timeout_s = name, node, hub, start_timeout_s
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Send a request; `finish` waits for its answer."""
-        if self._connection is None:
-            self._connection = self.hub.take(self.name, self.start_timeout_s)
-        if self._connection is None:
+        if self.connection is None:
+            self.connection = self.hub.take(self.name, self.start_timeout_s)
+        if self.connection is None:
             raise self._gone(f"did not connect in {self.start_timeout_s:.0f} s")
         try:
-            self._connection.send((method, arguments))
+            self.connection.send((method, arguments))
         except OSError as error:
             raise self._gone(f"is gone before {method} ({error})") from None
 
@@ -166,12 +166,12 @@ class Remote:
         Raises:
             EngineDied: no answer in time, or the connection broke. Else what the other side raised.
         """
-        if self._connection is None:
+        if self.connection is None:
             raise self._gone("is not connected")
         try:
-            if not self._connection.poll(timeout):
+            if not self.connection.poll(timeout):
                 raise self._gone(f"took longer than {timeout:.0f} s to {doing}")
-            status, value = self._connection.recv()
+            status, value = self.connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone(f"is gone while asked to {doing} ({type(error).__name__})") from None
         if status == "error":
@@ -187,13 +187,13 @@ class Remote:
         newer = self.hub.take(self.name, 0)
         if newer is not None:
             self.drop()
-            self._connection = newer
-        return self._connection is not None
+            self.connection = newer
+        return self.connection is not None
 
     def drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
 
     def _gone(self, how: str) -> EngineDied:
         self.drop()
@@ -236,9 +236,11 @@ class RemoteEngine:
             EngineDied: no agent is connected.
         """
         self._ready = False
+        before = self._remote.connection
         if not self._remote.reconnect():
             raise EngineDied(f"engine {self.replica} on node {self._remote.node}: its agent is gone")
-        self._call("restart")
+        if self._remote.connection is before:  # a new agent has just started a new engine
+            self._call("restart")
 
     def close(self) -> None:
         with contextlib.suppress(RunError, OSError):
@@ -258,14 +260,19 @@ class RemoteHost:
     def __init__(self, member: int, node: int, hub: Hub, config: Config):
         self.timeout_s = config.refit.timeout_s + MARGIN_S
         self._remote = Remote(("host", member), node, hub, config.rollout.start_timeout_s)
+        self._lost = False
 
     def segments(self) -> dict[int, str] | None:
         """Its landing places by destination rank, or None if it is not there (any more)."""
         try:
             self._remote.reconnect()
-            return self._remote.call("segments", timeout=LOST_S)
+            held = self._remote.call("segments", timeout=LOST_S)
+            self._lost = False
+            return held
         except EngineDied as error:
-            log.warning("%s", error)
+            if not self._lost:  # asked before every chunk
+                log.warning("%s", error)
+            self._lost = True
             return None
         finally:
             self._remote.start_timeout_s = 0.0  # it had its time; from now on it is there or it is not
