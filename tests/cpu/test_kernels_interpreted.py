@@ -18,7 +18,7 @@ TESTS = Path(__file__).resolve().parents[1] / "gpu"
 @pytest.mark.parametrize("name", ["quantizers", "producers", "gemm", "qk_norm_rope", "attention_parts"])
 def test_kernels_interpreted(name):
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-v"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore", "-v"]
     run = subprocess.run(
         [*command, str(TESTS / f"test_kernels_{name}.py")], env=env, capture_output=True, text=True, timeout=580
     )
