@@ -31,7 +31,8 @@ def _long_answers() -> Config:
             start_timeout_s=600.0,
         ),
         grpo=GRPOConfig(prompts_per_step=8, group_size=8),
-        optimizer=OptimizerConfig(lr=2e-4),
+        # A wrong bracket costs the whole reward: at 2e-4 without warm-up runs lost the form of an answer for good.
+        optimizer=OptimizerConfig(lr=5e-5, warmup_steps=5),
         data=DataConfig(
             name="reasoning_gym:game_of_life",
             options={"grid_size_x": SIDE, "grid_size_y": SIDE, "filled_cells": 366},
