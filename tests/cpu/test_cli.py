@@ -47,6 +47,13 @@ def test_all_bad_overrides_are_named_at_once():
     assert len(finished.stderr.strip().splitlines()) == 2
 
 
+def test_a_step_on_random_weights_needs_a_shape_and_known_recipes():
+    finished = jetrl("bench", "step", "tiny_cpu_jetrl", "--layers", "2")
+    assert finished.returncode == 2 and "--set model.path=FOLDER" in finished.stderr
+    finished = jetrl("bench", "step", "tiny_cpu_jetrl", "--against", "tiny_cpu_bf61")
+    assert finished.returncode == 2 and "did you mean 'tiny_cpu_bf16'?" in finished.stderr
+
+
 def test_a_layout_that_cuts_tiles_is_refused_with_every_tensor_before_anything_is_made(tmp_path):
     import json
 
