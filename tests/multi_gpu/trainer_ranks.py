@@ -128,6 +128,12 @@ def compare(work: Work, engine: RolloutEngine | None) -> dict:
     }
 
 
+def sent(sender: RefitSender) -> int:
+    """Bytes of the plan that its receiver does not hold itself."""
+    plan, receiver = sender.plan, sender.places.receiver
+    return sum(t.nbytes for dst in range(plan.dst.world) for t in plan.receives(dst) if t.src_rank != receiver(dst))
+
+
 def refits(trainer: Trainer, pool: EnginePool | None) -> dict:
     """Two versions by each way to one engine, which sleeps before the second."""
     work, found, parallel = Work(trainer), {}, trainer.config.parallel
@@ -139,7 +145,7 @@ def refits(trainer: Trainer, pool: EnginePool | None) -> dict:
         assert sender.member.ways.of(last, 0).name == way
         reports = []
         for _ in range(2):
-            report = dataclasses.asdict(sender.send()) | {"chunks": sender.member.chunks}
+            report = dataclasses.asdict(sender.send()) | {"chunks": sender.member.chunks, "sent": sent(sender)}
             engine = None if pool is None else pool.engines[0]
             assert not isinstance(engine, RemoteEngine)
             reports.append(report | compare(work, engine))
