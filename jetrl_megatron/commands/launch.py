@@ -19,8 +19,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from jetrl_megatron import site as sites
 from jetrl_megatron.config import ConfigError, apply_overrides
@@ -158,7 +159,10 @@ def local_executor(job: Job) -> Any:
 
 def render(job: Job, site: Site, stamp: str) -> str:
     """The exact sbatch script that `submit` hands to Slurm. Nothing is left behind."""
-    with tempfile.TemporaryDirectory(prefix="jetrl-launch-") as home, _experiment(job, stamp, home) as experiment:
+    with (
+        tempfile.TemporaryDirectory(prefix="jetrl-launch-") as home,
+        _experiment(job, stamp, home, StringIO()) as experiment,
+    ):
         experiment.add(task(job), executor=slurm_executor(job, site), name=job.name, tail_logs=False)
         experiment.dryrun(log=False, delete_exp_dir=False)
         return next(Path(experiment._exp_dir).glob("*_sbatch.sh")).read_text() + "\n"
@@ -175,7 +179,8 @@ def submit(job: Job, site: Site, stamp: str) -> tuple[str, Path]:
     """
     from invoke.exceptions import UnexpectedExit
 
-    with _experiment(job, stamp, site.paths.jobs) as experiment:
+    said = StringIO()
+    with _experiment(job, stamp, site.paths.jobs, said) as experiment:
         experiment.add(task(job), executor=slurm_executor(job, site), name=job.name, tail_logs=False)
         try:
             experiment.run(detach=True)
@@ -183,6 +188,9 @@ def submit(job: Job, site: Site, stamp: str) -> tuple[str, Path]:
             lines = error.result.stderr.strip().splitlines()
             what = "Slurm refused the job" if "sbatch" in error.result.command else "packaging the code failed"
             raise ConfigError([f"{what}: {line}" for line in lines]) from None
+        except Exception:
+            print(said.getvalue(), file=sys.stderr)
+            raise
         return experiment.jobs[0].handle.rpartition("/")[2], Path(experiment._exp_dir) / job.name
 
 
@@ -197,20 +205,24 @@ def run_local(job: Job, stamp: str, script: Any = None) -> bool:
 
 
 @contextmanager
-def _experiment(job: Job, stamp: str, home: str) -> Iterator[Any]:
-    """A NeMo-Run experiment kept in `home`; entered from the repository, whose commit it packages."""
+def _experiment(job: Job, stamp: str, home: str, said: TextIO | None = None) -> Iterator[Any]:
+    """A NeMo-Run experiment kept in `home`; entered from the repository, whose commit it packages.
+
+    Args:
+        said: takes its talk, standard error by default.
+    """
     run = _nemo_run()
     from nemo_run.config import get_nemorun_home, set_nemorun_home
 
     before, stdin = get_nemorun_home(), sys.stdin
     set_nemorun_home(home)
     try:
-        # It runs git and sbatch with our standard input, which they do not need, and talks on our standard output,
-        # which is for scripts and logs.
+        # It runs git and sbatch with our standard input, which they do not need. It talks on our standard output, which
+        # is for scripts and logs, and of `nemo` commands, which know nothing of a job's re-queues.
         with (
             open(os.devnull) as sys.stdin,
             chdir(REPO),
-            redirect_stdout(sys.stderr),
+            redirect_stdout(said or sys.stderr),
             run.Experiment(job.name, id=f"{job.name}_{stamp}", log_level="ERROR", base_dir=home) as experiment,
         ):
             yield experiment
