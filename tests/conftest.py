@@ -10,7 +10,7 @@ import sys
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-LONGEST = ("slurm/test_jobs", "cpu/test_launch_docs", "cpu/test_train_run", "cpu/test_kernels_interpreted")
+LONGEST = ("slurm/test_jobs", "slurm/", "cpu/test_launch_docs", "cpu/test_train_run", "cpu/test_kernels_interpreted")
 
 
 def pytest_collection_modifyitems(items):
