@@ -15,4 +15,9 @@ LONGEST = ("slurm/test_jobs", "slurm/", "cpu/test_launch_docs", "cpu/test_train_
 
 def pytest_collection_modifyitems(items):
     """Files go whole to one worker each: a long one that begins late leaves the other worker idle."""
-    items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
+
+    def place(item) -> int:
+        file = item.nodeid.partition("::")[0]
+        return next((i for i, name in enumerate(LONGEST) if name in file), len(LONGEST))
+
+    items.sort(key=place)
