@@ -32,7 +32,7 @@ def writing(path: Path, need: int = 0) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise disk_full(path, error.errno, need) from error
+        raise disk_full(path, error.errno, need) from None
 
 
 def _free(path: Path) -> int:

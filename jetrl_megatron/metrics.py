@@ -59,8 +59,12 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except OSError:  # a full disk again, which has been said already
+            if kind is None:
+                raise
 
     def resume(self, step: int) -> None:
         """Keep the lines of steps 1 to `step` and continue behind them; 0 starts from nothing.

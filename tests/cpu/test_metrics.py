@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -55,6 +56,19 @@ def test_resume_cuts_what_the_checkpoint_does_not_cover(tmp_path):
     assert after[:4] == before[:4]
     assert [json.loads(x)["step"] for x in after] == list(range(1, 11))
     assert scalars(tmp_path, "reward_mean") == {s: 0.25 if s < 5 else 0.75 for s in range(1, 11)}
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = pytest.raises(OSError, match=rf"File too large \(.* are free\): '{tmp_path / METRICS}'")
+    with said, MetricsWriter(tmp_path, 3) as writer:
+        writer.resume(0)
+        writer.log(line(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / METRICS).stat().st_size + 9, limits[1]))
+        writer.log(line(2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    write(tmp_path, [2, 3])
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_resume_without_enough_lines_is_refused(tmp_path):
