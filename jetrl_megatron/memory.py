@@ -119,7 +119,7 @@ def spec_of(config: Config) -> ModelSpec:
             name = name.removesuffix(suffix)
         return load_model_spec(known_config(name))
     except ConversionError as error:
-        raise ConfigError([f"model.path: {line}" for line in str(error).splitlines()]) from None
+        raise ConfigError([f"model.path={path}: {line}" for line in str(error).splitlines()]) from None
 
 
 def gpus(config: Config) -> int:

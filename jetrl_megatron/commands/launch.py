@@ -72,7 +72,8 @@ def make_job(
     extra: list[str] = []
     path = Path(config.model.path)
     if site and site.paths.models and path.parts[:1] == ("models",):
-        extra = ["--set", f"model.path={Path(site.paths.models, *path.parts[1:])}"]
+        config.model.path = str(Path(site.paths.models, *path.parts[1:]))
+        extra = ["--set", f"model.path={config.model.path}"]
     found += problems(config, gpu(device)) + training_problems(spec_of(config))
     nodes, per_node = config.nodes, gpus_per_node(config)
     if site and per_node > site.slurm.gpus_per_node:

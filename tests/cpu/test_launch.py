@@ -5,6 +5,7 @@ After a wanted change: `JETRL_UPDATE_GOLDEN=1 pytest tests/cpu/test_launch.py`, 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -121,6 +122,18 @@ def test_bad_recipe_is_refused_before_anything_is_rendered(
 ):
     with pytest.raises(ConfigError, match=words):
         rendered(tmp_path, recipe, overrides, EXAMPLE)
+
+
+def test_a_model_of_ones_own_is_looked_up_where_the_site_keeps_models(tmp_path: Path):
+    from jetrl_conversion.known_models import known_config
+
+    text = EXAMPLE.replace("/shared", str(tmp_path))
+    with pytest.raises(ConfigError, match="Mine: no such folder or file, and no known model"):
+        rendered(tmp_path, "qwen3_8b_base_8k_jetrl", ["model.path=models/Mine"], text)
+    (tmp_path / "models/Mine").mkdir(parents=True)
+    (tmp_path / "models/Mine/config.json").write_text(json.dumps(known_config("Qwen3-8B")))
+    script = rendered(tmp_path, "qwen3_8b_base_8k_jetrl", ["model.path=models/Mine"], text)
+    assert f"--set model.path={tmp_path}/models/Mine" in script
 
 
 def test_more_gpus_a_node_than_the_cluster_has(tmp_path: Path):
