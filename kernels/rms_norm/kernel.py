@@ -22,7 +22,7 @@ from jetrl_kernels.triton_lib import GROUP, TileOutput, emit_tile, quantize_grou
 
 WARPS_TILE = 8
 TRITON_WIDTHS = (4096, 8192)
-"""Where a row with a residual, being a power of two, ran faster in Triton, which wastes no lane on it."""
+"""Where a row with a residual runs faster in Triton, which wastes no lane on a power of two."""
 PROGRAMS = 264
 """Blocks of the backward, each with a part of dW. A fixed number, so that the order of its sum does not depend on the
 machine: two for each multiprocessor of an H100 or H200."""
@@ -166,12 +166,11 @@ def forward(
     residual = None if residual is None else cuda_lib.aligned(residual)
     rows, cols = x.shape
     weight = cuda_lib.aligned(weight.detach().to(torch.bfloat16))
-    if col and cuda_lib.takes(cols, x):
-        return tile_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
-    # With a residual, whole rows of a power of two ran faster in Triton, which wastes no lane on them.
-    triton_is_faster = residual is not None and cols in TRITON_WIDTHS
-    if not col and cuda_lib.takes(cols, x) and cols <= row_quant.MAX_WIDTH and not triton_is_faster:
-        return row_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
+    if cuda_lib.takes(cols, x):
+        if col:
+            return tile_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
+        if cols <= row_quant.MAX_WIDTH and not (residual is not None and cols in TRITON_WIDTHS):
+            return row_quant.norm(x, weight, eps, policy, residual=residual, bf16=bf16, row=row)
     total = torch.empty_like(x) if residual is not None else x
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     # With `col` the first pass only adds the residual and finds rstd; the outputs come from the tiles.

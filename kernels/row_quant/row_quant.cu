@@ -13,9 +13,6 @@
 
 #define ACT 0
 #define NORM 1
-#ifndef LOAD
-#define LOAD load16_const
-#endif
 #define PAIRS ((CHUNKS + 1) / 2)
 
 struct Arguments {
@@ -141,12 +138,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS, MIN_BLOCKS) row_
         ok[i] = (WARPS == 1 || live) && (EXACT || 8 * (first + i * 32 * WARPS) < a.cols);
     const char* x = (const char*)a.x + 2 * at;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) v[i] = LOAD(x + i * 512 * WARPS, ok[i]);
+    for (int i = 0; i < CHUNKS; ++i) v[i] = load16_const(x + i * 512 * WARPS, ok[i]);
 #if RESIDUAL
     const char* residual = (const char*)a.residual + 2 * at;
     uint4 added[CHUNKS];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) added[i] = LOAD(residual + i * 512 * WARPS, ok[i]);
+    for (int i = 0; i < CHUNKS; ++i) added[i] = load16_const(residual + i * 512 * WARPS, ok[i]);
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
         v[i] = add8(v[i], added[i]);

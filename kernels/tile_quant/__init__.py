@@ -27,7 +27,7 @@ RUN = 4
 AHEAD = 2
 """Bands by which a norm's statistics run ahead of its tiles: enough that no tile waits, few enough for the L2."""
 PARTS = 16
-"""Blocks that share the statistics of a token group, as in the source."""
+"""Blocks that share the statistics of a token group: a row for each warp."""
 THREADS = 256
 
 _PACK = struct.Struct("11P7q3I5if4xd").pack
@@ -41,7 +41,7 @@ def _kernel(mode: str, policy: str, min_blocks: int, **macros: int) -> cuda_lib.
     names = ("ROW", "COL", "BF16OUT", "SOURCE", "RESIDUAL")
     switches = {name: int(macros.get(name, 0)) for name in names} | {"POW2": int(policy == "pow2"), "MODE": MODES[mode]}
     text = cuda_lib.source("rms_norm/statistics.cu", "tile_quant/tile_quant.cu")
-    numbers = {"MIN_BLOCKS": min_blocks, "RUN": RUN, "AHEAD": AHEAD}
+    numbers = {"MIN_BLOCKS": min_blocks, "RUN": RUN, "AHEAD": AHEAD, "PARTS": PARTS}
     return cuda_lib.Kernel(text, "tile_quant", switches | numbers, THREADS)
 
 

@@ -16,7 +16,7 @@
 // WEIGHT takes the FP32 master as well, rounded to BF16 on the way, to nearest or with Philox noise.
 //
 // Same bits as kernels/quant_act/reference.py, quant_weight/reference.py, master_cast/reference.py. Macros: MODE, POW2,
-// ROW, COL, BF16OUT, SOURCE (of WEIGHT), RESIDUAL and AHEAD (of NORM), MIN_BLOCKS (of a multiprocessor), RUN (below).
+// ROW, COL, BF16OUT, SOURCE (of WEIGHT), RESIDUAL, AHEAD and PARTS (of NORM), MIN_BLOCKS (of a multiprocessor), RUN (below).
 
 #define IDENTITY 0
 #define NORM 1
@@ -81,7 +81,6 @@ __device__ __forceinline__ void tile_of_block(const Arguments& a, int& tile_t, i
 }
 
 #if MODE == NORM
-#define PARTS 16  // blocks that share the statistics of a token group: a row for each warp
 #define BATCH (RESIDUAL ? 4 : 8)
 
 // A band of NORM: the statistics of RUN token groups, then the tiles of the band that lies AHEAD bands back. Returns
