@@ -79,6 +79,7 @@ def _random_model(source: Path, layers: int, folder: Path) -> Path:
     from safetensors.torch import save_file
 
     from jetrl_conversion.model_spec import load_model_spec
+    from jetrl_conversion.safetensors_io import side_files
     from jetrl_megatron.commands.one_rank import largest_layers
     from jetrl_megatron.tiny import make_tiny_tokenizer
 
@@ -94,7 +95,7 @@ def _random_model(source: Path, layers: int, folder: Path) -> Path:
 
     save_file({name: random(info.shape) for name, info in spec.tensors().items()}, folder / "model.safetensors")
     if (source / "tokenizer.json").is_file():
-        for file in source.glob("tokenizer*"):
+        for file in side_files(source):
             shutil.copy(file, folder)
     else:
         make_tiny_tokenizer(folder, vocabulary=spec.vocab_size)
