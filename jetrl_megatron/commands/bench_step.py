@@ -87,13 +87,13 @@ def _random_model(source: Path, layers: int, folder: Path) -> Path:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(shape: tuple[int, ...]) -> torch.Tensor:
+    def random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=torch.bfloat16)
         weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
         return weight.normal_(0.0, shape[-1] ** -0.5, generator=generator).cpu()
 
-    save_file({name: random(info.shape) for name, info in spec.tensors().items()}, folder / "model.safetensors")
+    save_file({name: random(name, info.shape) for name, info in spec.tensors().items()}, folder / "model.safetensors")
     if (source / "tokenizer.json").is_file():
         for file in side_files(source):
             shutil.copy(file, folder)
