@@ -3,6 +3,9 @@
 Nothing is staged. A trainer rank writes a table once: where its tensors lie (CUDA IPC handles of their storages) and
 which rectangle of which tensor goes where in each engine rank. The engine opens the handles once and repeats the copies
 at every refit, because neither side's storage ever moves. A table is a small JSON file of this user, not a pickle.
+
+The other way round an engine that never sleeps writes a table of its parameters, and the process that receives for it
+puts bytes there.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from jetrl_megatron.refit.shm import SegmentError, remove_stale, segment_folder,
 
 PREFIX = "cuda-ipc:"
 """A message's segment `cuda-ipc:TABLE[,TABLE...]` names the tables of the trainer ranks that feed this engine rank."""
-
 
 SEGMENT = "cuda-segment:"
 """A message's segment `cuda-segment:TABLE` names a buffer on a GPU, laid out in slots like one in shared memory."""
@@ -56,7 +58,8 @@ class Exporter:
         places = {name: tensors[name].data_ptr() for name in sorted(used)}
         if self.path is None or places != self._places:
             self.close()
-            self.path, self._places = self._write({name: tensors[name] for name in places}), places
+            self.path = publish({name: tensors[name] for name in places}, self.label, self.copies)
+            self._places = places
         return self.path
 
     def close(self) -> None:
@@ -64,59 +67,68 @@ class Exporter:
             self.path.unlink(missing_ok=True)
             self.path = None
 
-    def _write(self, tensors: Mapping[str, Tensor]) -> Path:
-        numbers: dict[int, int] = {}
-        storages, entries = [], {}
-        for name, tensor in tensors.items():
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
-            if key not in numbers:
-                numbers[key] = len(storages)
-                storages.append([_to_json(field) for field in storage._share_cuda_()])
-            entries[name] = {
-                "storage": numbers[key],
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "stride": list(tensor.stride()),
-                "offset": tensor.storage_offset(),
-            }
-        device = next(iter(tensors.values())).device
-        return _save(
-            {
-                "device": device_uuid(device.index or 0),
-                "storages": storages,
-                "tensors": entries,
-                "copies": self.copies,
-            },
-            self.label,
-        )
-
 
 class CudaSegment:
     """`nbytes` of GPU memory that engines of this node map; `view` and `unlink` as of `shm.Segment`."""
 
-    def __init__(self, path: Path | str, memory: Tensor, exporter: Exporter | None = None):
-        self.path, self.bytes, self._exporter = path, memory, exporter
+    def __init__(self, path: Path | str, memory: Tensor, table: Path | None = None):
+        self.path, self.bytes, self._table = path, memory, table
 
     @staticmethod
     def create(nbytes: int, device: torch.device) -> CudaSegment:
-        exporter = Exporter([[("bytes", (0, 0), (nbytes, 1), "bytes", (0, 0))]], "landing")
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        return CudaSegment(f"{SEGMENT}{exporter.table({'bytes': memory})}", memory, exporter)
+        table = publish({"bytes": memory}, "landing")
+        return CudaSegment(f"{SEGMENT}{table}", memory, table)
 
     @staticmethod
     def attach(path: str) -> CudaSegment:
         """Raises SegmentError: no such table, or its GPU cannot be reached."""
-        tensors, _ = _open(Path(path.removeprefix(SEGMENT)))
-        return CudaSegment(path, tensors["bytes"])
+        return CudaSegment(path, published(path.removeprefix(SEGMENT))["bytes"])
 
     def view(self, slot: TensorSlot) -> Tensor:
         """Raises SegmentError: the slot reaches beyond the segment."""
         return slot_view(self.bytes, slot, self.path)
 
     def unlink(self) -> None:
-        if self._exporter is not None:
-            self._exporter.close()
+        if self._table is not None:
+            self._table.unlink(missing_ok=True)
+
+
+def publish(tensors: Mapping[str, Tensor], label: str, copies: Sequence[Sequence[Part]] = ()) -> Path:
+    """Write a table: where the tensors of this process lie, all on one GPU, and what other processes copy from them.
+
+    The tensors must stay where they are as long as somebody has opened the table.
+
+    Args:
+        label: part of the file's name.
+        copies: for each engine rank, what it copies.
+    """
+    numbers: dict[int, int] = {}
+    storages, entries = [], {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in numbers:
+            numbers[key] = len(storages)
+            storages.append([_to_json(field) for field in storage._share_cuda_()])
+        entries[name] = {
+            "storage": numbers[key],
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "stride": list(tensor.stride()),
+            "offset": tensor.storage_offset(),
+        }
+    device = device_uuid(next(iter(tensors.values())).device.index or 0)
+    return _save({"device": device, "storages": storages, "tensors": entries, "copies": copies}, label)
+
+
+def published(table: Path | str) -> dict[str, Tensor]:
+    """Tensors over another process's memory, by the names in its table.
+
+    Raises:
+        SegmentError: no such table, or its GPU cannot be reached.
+    """
+    return _open(Path(table))[0]
 
 
 def _save(table: dict[str, Any], label: str) -> Path:
@@ -208,15 +220,19 @@ def _open(path: Path) -> tuple[dict[str, Tensor], list[list[list[Any]]]]:
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
             raise SegmentError(f"table {path}: not a file of this user")
         table = json.load(file)
-    visible = {device_uuid(i): i for i in range(torch.cuda.device_count())}
-    if table["device"] not in visible:
-        raise SegmentError(f"table {path}: GPU {table['device']} is not visible to this engine ({', '.join(visible)})")
-    device = visible[table["device"]]
     torch.cuda.init()
-    storages = []
-    for fields in table["storages"]:
-        _, *rest = (_from_json(f) for f in fields)
-        storages.append(torch.UntypedStorage._new_shared_cuda(device, *rest))
+    # Mapped for this process's own GPU, wherever the memory is: its kernels then read and write over NVLink. torch's
+    # copies between devices run on the source's GPU, which cannot reach the memory of an engine that can sleep.
+    device = torch.cuda.current_device()
+    try:
+        storages = [
+            torch.UntypedStorage._new_shared_cuda(device, *[_from_json(f) for f in fields][1:])
+            for fields in table["storages"]
+        ]
+    except RuntimeError as error:
+        raise SegmentError(
+            f"table {path}: GPU {table['device']} cannot be reached from {device_uuid(device)}: {error}"
+        ) from error
     tensors = {}
     for name, entry in table["tensors"].items():
         dtype = getattr(torch, entry["dtype"])

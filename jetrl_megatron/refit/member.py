@@ -10,12 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from jetrl_conversion.layout import Layout
+from jetrl_conversion.layout import Layout, local_shapes
 from jetrl_conversion.model_spec import ModelSpec
 from jetrl_conversion.planner import plan_reshard
 from jetrl_megatron.config import RefitConfig
-from jetrl_megatron.refit.ipc import CudaSegment
+from jetrl_megatron.refit.ipc import CudaSegment, copy, published
 from jetrl_megatron.refit.message import TensorSlot, plan_slots, segment_bytes
+from jetrl_megatron.refit.packs import Item
 from jetrl_megatron.refit.peer_to_peer import PeerToPeer
 from jetrl_megatron.refit.peers import Peers, Store
 from jetrl_megatron.refit.places import Places
@@ -45,17 +46,19 @@ class Member:
         device: torch.device,
         config: RefitConfig,
     ):
-        self.places, self.member, self.device, self.config = places, member, device, config
+        self.spec, self.places, self.member, self.device, self.config = spec, places, member, device, config
         target = Layout("vllm", tp=replica.tp, ep=replica.ep, dp=len(places.copies))
         nodes = (places.trainers, places.destinations)
         self.plan = plan_reshard(spec, source, target, fp8=bool(fp8), nodes=nodes)
         self.ways = Ways(self.plan, places, device.type)
         self.pulled = {dst for dst in range(target.world) if self.ways.pulled(dst)}
+        self.placed = {dst for dst in range(target.world) if self.ways.placed(dst)}
         # On a CPU a landing place is shared memory and keeps the whole version, so that a replica that restarts finds
-        # it there. A GPU has no room for that: chunks of a version pass through.
+        # it there. A GPU has no room for that: bytes land in the engine's own parameters or, where it sleeps and these
+        # cannot be mapped, chunks of a version pass through.
         self.whole = tuple(plan_slots(spec, replica, rank, fp8) for rank in range(replica.world))
         self.chunks = 1
-        if device.type == "cuda" and len(self.pulled) < target.world:
+        if device.type == "cuda" and len(self.pulled | self.placed) < target.world:
             self.chunks = -(-segment_bytes(self.whole[0]) // (config.staging_mib * MIB))
         self.slots = tuple(plan_slots(spec, replica, rank, fp8, self.chunks) for rank in range(replica.world))
         # A parameter larger than a chunk leaves fewer for the others.
@@ -64,6 +67,10 @@ class Member:
         self.landing: dict[int, Segment | CudaSegment] = {}
         self._owned: list[Segment | CudaSegment] = []
         self._views: dict[tuple[int, str], Tensor] = {}
+        self.parameters: dict[int, list[Mapping[str, Tensor]]] = {}
+        """Of each placed destination rank, the parameters of that rank of every replica of this node."""
+        self._tables: dict[str, dict[str, Tensor]] = {}
+        self._shapes: dict[tuple[Layout, int], dict[str, tuple[int, ...]]] = {}
         self.peer_to_peer = PeerToPeer(
             self.plan,
             places,
@@ -72,6 +79,7 @@ class Member:
             staging_bytes=config.staging_mib * MIB,
             device=device,
             chunk_of={s.name: s.chunk for s in self.slots[0]} if self.chunks > 1 else None,
+            whole=self._contiguous,
             delta=config.delta and self.chunks == 1,
         )
         self.transports: list[Transport] = [SharedMemory(self.plan, self.ways, member), self.peer_to_peer]
@@ -79,9 +87,21 @@ class Member:
 
     @property
     def receives(self) -> list[int]:
-        """Destination ranks whose bytes land at this member."""
+        """Destination ranks whose bytes this member puts in their places, its own or engines' parameters."""
         world = range(self.plan.dst.world)
         return [dst for dst in world if self.places.receiver(dst) == self.member and dst not in self.pulled]
+
+    def _contiguous(self, src: int, dst: int, item: Item) -> bool:
+        """See `packs.Whole`. False for scales, which are small."""
+        ends = (self.plan.src, src, item.source), (self.plan.dst, dst, item.target)
+        return all(self._width(layout, rank, name) == item.size[1] for layout, rank, name in ends)
+
+    def _width(self, layout: Layout, rank: int, name: str) -> int:
+        """Columns of a parameter, 1 if it has one dimension; 0: no parameter."""
+        if (layout, rank) not in self._shapes:
+            self._shapes[layout, rank] = local_shapes(self.spec, layout, rank)
+        shape = self._shapes[layout, rank].get(name, (0, 0))
+        return shape[-1] if len(shape) > 1 else 1
 
     def open(self) -> dict[int, str]:
         """Make this member's landing places.
@@ -90,6 +110,8 @@ class Member:
             Destination rank -> its segment, as `RefitMessage.segments` names it.
         """
         for dst in self.receives:
+            if dst in self.placed:
+                continue
             nbytes = segment_bytes(self.slots[dst % self.places.tp])
             if self.device.type == "cuda":
                 segment = CudaSegment.create(nbytes, self.device)
@@ -107,6 +129,22 @@ class Member:
             if dst not in self.landing and self.places.destinations[dst] == self.places.node(self.member):
                 self.landing[dst] = Segment.attach(path)
 
+    def adopt(self, tables: Mapping[int, Sequence[str]]) -> None:
+        """Map the parameters of engines of this node that bytes are placed in, each once.
+
+        Args:
+            tables: for each of `receives` that is placed, that rank's table of every replica (`ipc.publish`).
+
+        Raises:
+            SegmentError: a table that cannot be opened.
+        """
+        used = {path for dst in self.receives for path in tables.get(dst, ())}
+        for path in self._tables.keys() - used:
+            del self._tables[path]
+        for path in used - self._tables.keys():
+            self._tables[path] = published(path)
+        self.parameters = {dst: [self._tables[p] for p in tables[dst]] for dst in self.receives if dst in tables}
+
     def join(self, store: Store, members: Sequence[int], epoch: int) -> None:
         """Connect to the other members; collective, see `Peers`."""
         self.leave()
@@ -121,17 +159,22 @@ class Member:
     @torch.no_grad()
     def exchange(self, tensors: Mapping[str, Tensor], *, base: int | None = None, chunk: int = 0) -> Moved:
         """Move one chunk of a version, by every way; see `Transport.exchange`."""
-        moved, target = Moved(), self.view if self.landing else None
+        moved, target = Moved(), self.view if self.landing or self.parameters else None
         if self.chunks > 1:
             # What pads the vocabulary is nobody's, and another chunk's bytes lie there.
             for segment in self._owned:
                 segment.bytes.zero_()
         for transport in self.transports:
             moved += transport.exchange(self.peers, tensors, target, base=base, chunk=chunk)
+        for first, *others in self.parameters.values():
+            for other in others:
+                copy([(other[name], first[name]) for name in first])
         return moved
 
     def view(self, dst: int, name: str) -> Tensor:
-        """A parameter's slot in the landing place of a destination rank."""
+        """A parameter, where a destination rank's bytes land."""
+        if dst in self.parameters:
+            return self.parameters[dst][0][name]
         if (dst, name) not in self._views:
             self._views[dst, name] = self.landing[dst].view(self.slot(dst, name))
         return self._views[dst, name]

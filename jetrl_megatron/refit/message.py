@@ -23,6 +23,9 @@ from jetrl_kernels.formats import scale_shape
 SCALE_SUFFIX = "_scale_inv"
 """A quantized parameter `X.weight` has its scales in `X.weight_scale_inv`, in Hugging Face folders and in vLLM."""
 
+PLACED = "placed"
+"""A message's segment of an engine rank whose bytes are already in its parameters; see `Engine.expose`."""
+
 ALIGN = 256
 """Every slot starts at a multiple of this many bytes, enough for any vector load or copy engine."""
 
@@ -62,7 +65,7 @@ class RefitMessage:
     Args:
         version: number of the weights, one more than the engine's current one (any number for its first).
         scales: scale policy of the FP8 tensors; `none` if there are none.
-        segments: path of each engine rank's shared-memory segment.
+        segments: path of each engine rank's segment (`shm.py`, `ipc.py`), or `PLACED`.
         slots: for each engine rank, every parameter of the version.
         chunk, chunks: which part of the slots lies in the segments now.
     """
@@ -73,6 +76,11 @@ class RefitMessage:
     slots: tuple[tuple[TensorSlot, ...], ...]
     chunk: int = 0
     chunks: int = 1
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the bytes are still there for an engine that has to be started again."""
+        return self.chunks == 1 and PLACED not in self.segments
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, a slot as a row of its fields: every chunk of a version carries hundreds of them."""

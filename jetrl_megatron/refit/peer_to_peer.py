@@ -1,7 +1,8 @@
 """Weights between nodes: each rectangle goes straight from the trainer rank that holds it to where an engine reads it.
 
-A pack is copied into one of two buffers while the pack before it is on the wire, and likewise at the receiving end, so
-copying and sending overlap, and no member needs more buffer memory than `refit.staging_mib`.
+Large rectangles that are contiguous at both ends go from tensor to tensor. The others go in packs: a pack is copied
+into one of two buffers while the pack before it is on the wire, and likewise at the receiving end, so copying and
+sending overlap, and no member needs more buffer memory than `refit.staging_mib`.
 
 With `refit.delta` each sender keeps what it sent. Of each pack it first sends which strips of 32 bytes have changed
 (one byte each), then only those; the whole pack where they are more than nine in ten.
@@ -17,7 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_conversion.planner import Plan
-from jetrl_megatron.refit.packs import STRIP, Far, Pack, deliver, drain, fill, gather, schedule
+from jetrl_megatron.refit.packs import (
+    STRIP,
+    Far,
+    Pack,
+    Whole,
+    deliver,
+    drain,
+    fill,
+    gather,
+    schedule,
+    source_of,
+    target_of,
+)
 from jetrl_megatron.refit.peers import Peers, TransferFailed
 from jetrl_megatron.refit.places import Places
 from jetrl_megatron.refit.transports import Moved, Target
@@ -37,6 +50,7 @@ class PeerToPeer:
         far: which (trainer rank, destination rank) pairs go this way.
         staging_bytes: bound of this member's buffers, over both directions.
         chunk_of: chunk of each parameter, where landing places hold a part of a version at a time.
+        whole: which rectangles are contiguous at both ends; a delta needs all in packs.
         delta: send what has changed; needs landing places that hold a whole version.
     """
 
@@ -50,13 +64,14 @@ class PeerToPeer:
         staging_bytes: int,
         device: torch.device,
         chunk_of: Mapping[str, int] | None = None,
+        whole: Whole | None = None,
         delta: bool = False,
     ):
         if delta and chunk_of is not None:
             raise ValueError("a delta needs landing places that hold a whole version")
         self.places, self.member, self.device, self.delta = places, member, device, delta
         self.limit = staging_bytes // (2 * BUFFERS)
-        self.packs = schedule(plan, places, member, self.limit, far, chunk_of)
+        self.packs = schedule(plan, places, member, self.limit, far, chunk_of, None if delta else whole)
         self._kept: dict[tuple[int, ...], Tensor] = {}
 
     @functools.cached_property
@@ -64,7 +79,7 @@ class PeerToPeer:
         """Buffers for sending and for receiving, as large as the largest pack needs; made at the first transfer."""
         largest: dict[bool, int] = {}
         for pack in self.packs:
-            if not self._local(pack):
+            if not pack.straight and not self._local(pack):
                 sending = pack.src == self.member
                 largest[sending] = max(largest.get(sending, 0), pack.nbytes)
         return {k: [self._memory(n) for _ in range(BUFFERS)] for k, n in largest.items()}
@@ -96,6 +111,12 @@ class PeerToPeer:
             if self._local(pack):
                 assert target is not None
                 deliver(pack, tensors, target)
+            elif pack.straight and pack.src == self.member:
+                transfers.straight(True, source_of(pack, tensors), self.places.receiver(pack.dst))
+                moved += Moved(pack.payload, pack.nbytes)
+            elif pack.straight:
+                assert target is not None
+                transfers.straight(False, target_of(pack, target), pack.src)
             elif pack.src == self.member:
                 buffer = transfers.free(True)[: pack.nbytes]
                 fill(pack, buffer, tensors)
@@ -169,6 +190,7 @@ class _Ring:
     def __init__(self, peers: Peers | None, buffers: Mapping[bool, list[Tensor]]):
         self.peers, self.buffers = peers, buffers
         self.busy: dict[bool, list[tuple[dist.Work, Callable[[], None] | None]]] = {True: [], False: []}
+        self.unbuffered: list[dist.Work] = []
         self.turn = {True: 0, False: 0}
 
     def free(self, sending: bool) -> Tensor:
@@ -186,7 +208,16 @@ class _Ring:
         assert self.peers is not None
         self.busy[False].append((self.peers.receive(buffer, sender), then))
 
+    def straight(self, sending: bool, tensor: Tensor, peer: int) -> None:
+        """Send or receive without a buffer."""
+        assert self.peers is not None
+        self.unbuffered.append((self.peers.send if sending else self.peers.receive)(tensor, peer))
+
     def finish(self) -> None:
+        for work in self.unbuffered:
+            assert self.peers is not None
+            self.peers.finish(work)
+        self.unbuffered.clear()
         for sending in (True, False):
             while self.busy[sending]:
                 self._finish_oldest(sending)

@@ -72,6 +72,10 @@ class Places:
             return self.trainers.index(node) + dst_rank % self.tp % self.trainers.count(node)
         return len(self.trainers) + self.hosts.index(node) + dst_rank % self.tp % self.hosts_per_node
 
+    def ranks_on(self, node: int) -> list[int]:
+        """Destination ranks of a node's copy, in the order of a replica's ranks."""
+        return [dst for dst, at in enumerate(self.destinations) if at == node]
+
     def node(self, member: int) -> int:
         count = len(self.trainers)
         return self.trainers[member] if member < count else self.hosts[member - count]

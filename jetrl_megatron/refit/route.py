@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from jetrl_megatron.rollout.pool import EnginePool
 from jetrl_megatron.rollout.remote import RemoteHost
 from jetrl_megatron.rollout.types import EngineError
 
+Tables = Mapping[int, Sequence[str]]
+"""For destination ranks whose bytes land in engines' parameters, the tables of these; see `Member.adopt`."""
+Expose = Callable[[], Tables]
 log = logging.getLogger(__name__)
 
 
@@ -57,8 +60,11 @@ class Route:
         missing = {self.places.node(m) for m in range(ranks, self.places.members) if m not in self._members}
         return set(self.places.copies) - missing
 
-    def move(self, tensors: Mapping[str, Tensor], version: int, chunk: int) -> Moved:
+    def move(self, tensors: Mapping[str, Tensor], version: int, chunk: int, expose: Expose = dict) -> Moved:
         """Bring one chunk of a version to all landing places; a second attempt, over new connections, if one fails.
+
+        Args:
+            expose: asked before each attempt, on rank 0.
 
         Returns:
             What all trainer ranks sent.
@@ -69,11 +75,12 @@ class Route:
         base = self.version if self.version is not None and self.version < version else None
         self.version = None
         for last in (False, True):
-            problems = self._renew()
+            tables = expose()
+            problems = self._renew(tables)
             if problems:
                 base = None
             if not self._broken:
-                moved, problems = self._attempt(tensors, base, chunk)
+                moved, problems = self._attempt(tensors, base, chunk, tables)
                 if not problems:
                     self.version = version
                     return moved
@@ -86,21 +93,25 @@ class Route:
     def close(self) -> None:
         self.member.close()
 
-    def _attempt(self, tensors: Mapping[str, Tensor], base: int | None, chunk: int) -> tuple[Moved, list[str]]:
+    def _attempt(
+        self, tensors: Mapping[str, Tensor], base: int | None, chunk: int, tables: Tables
+    ) -> tuple[Moved, list[str]]:
         def mine() -> Moved:
             moved = self.member.exchange(tensors, base=base, chunk=chunk)
             if self.member.device.type == "cuda":
                 torch.cuda.synchronize()
             return moved
 
-        found = self._together("exchange", (base, chunk), mine)
+        found = self._together("exchange", (base, chunk, tables), mine)
         total = Moved()
         for moved, _ in found:
             total += moved or Moved()
         return total, [problem for _, problem in found if problem]
 
-    def _renew(self) -> list[str]:
-        """Connect the members that are there, if they are others than before or a transfer failed. Returns problems."""
+    def _renew(self, tables: Tables) -> list[str]:
+        """Connect the members that are there, if they are others than before or a transfer failed. Returns problems.
+
+        A host without an engine to receive for is not there."""
         if self.alone:
             self._broken = False
             return []
@@ -108,7 +119,8 @@ class Route:
         members = list(range(len(self.places.trainers)))
         for number, host in self.hosts.items():
             held = host.segments()
-            if held is not None:
+            due = {dst for dst in self.member.placed if self.places.receiver(dst) == number}
+            if held is not None and due <= tables.keys():
                 members.append(number)
                 segments |= held
         box: list[Any] = [(tuple(members), segments)]

@@ -27,7 +27,7 @@ from jetrl_megatron.refit import ipc
 from jetrl_megatron.refit.digests import Digester, merge_digests
 from jetrl_megatron.refit.ipc import Exporter
 from jetrl_megatron.refit.member import Member
-from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage
+from jetrl_megatron.refit.message import PLACED, SCALE_SUFFIX, RefitMessage
 from jetrl_megatron.refit.places import Places
 from jetrl_megatron.refit.rectangles import Part, parts
 from jetrl_megatron.refit.route import Route
@@ -93,7 +93,7 @@ class RefitSender:
         tables = self._tables(parameters)
         wire, chunks = 0, self.member.chunks
         for chunk in range(chunks):
-            wire += self.route.move(parameters, version, chunk).wire
+            wire += self.route.move(parameters, version, chunk, self._expose).wire
             if chunk + 1 < chunks:
                 if self.pool is not None:
                     self.pool.load(self._messages(chunk, {}))
@@ -117,18 +117,40 @@ class RefitSender:
         """For each replica that takes part in this chunk, where its bytes are."""
         found = {}
         for replica, node in enumerate(self.places.replicas):
-            ranks = [dst for dst, at in enumerate(self.places.destinations) if at == node]
-            pulled = ranks[0] in self.member.pulled
+            ranks = self.places.ranks_on(node)
+            pulled, placed = ranks[0] in self.member.pulled, ranks[0] in self.member.placed
             if node not in self.route.reached or (pulled and not tables):
+                continue
+            if placed:
+                found[replica] = self._placed_message
                 continue
             found[replica] = RefitMessage(
                 version=self.trainer.version,
-                scales=self.trainer.config.precision.scales if self.fp8 else "none",
+                scales=self._scales,
                 segments=tuple(tables[dst] if pulled else self.route.segments[dst] for dst in ranks),
                 slots=self.member.whole if pulled else self.member.slots,
                 chunk=0 if pulled else chunk,
                 chunks=1 if pulled else self.member.chunks,
             )
+        return found
+
+    @property
+    def _scales(self) -> str:
+        return self.trainer.config.precision.scales if self.fp8 else "none"
+
+    @property
+    def _placed_message(self) -> RefitMessage:
+        return RefitMessage(self.trainer.version, self._scales, (PLACED,) * self.places.tp, self.member.whole)
+
+    def _expose(self) -> dict[int, list[str]]:
+        """See `Route.move`: tables of the engines that bytes are placed in. Empty on other ranks than 0."""
+        found: dict[int, list[str]] = {}
+        if self.pool is not None and self.member.placed:
+            placed = {node for dst, node in enumerate(self.places.destinations) if dst in self.member.placed}
+            asked = {r: self._placed_message for r, node in enumerate(self.places.replicas) if node in placed}
+            for replica, tables in sorted(self.pool.expose(asked).items()):
+                for dst, table in zip(self.places.ranks_on(self.places.replicas[replica]), tables):
+                    found.setdefault(dst, []).append(table)
         return found
 
     def _load_meanwhile(

@@ -5,7 +5,8 @@
 | `shm` | CPUs of one node | a segment that trainer ranks write into |
 | `gloo` | CPUs of two nodes | a segment that the copy's receiver fills |
 | `cuda-ipc` | GPUs of one node | the trainer's own buffers |
-| `nccl` | GPUs, where part of a copy comes from another node | the receiver's buffer, one chunk after another |
+| `nccl` | GPUs, where part of a copy comes from another node | on nodes without trainers nothing: bytes land in its |
+| | | parameters. Elsewhere the receiver's buffer, one chunk after another |
 
 All four obey the same plan, carry the same messages, and end in the same comparison of digests.
 """
@@ -103,6 +104,11 @@ class Ways:
     def pulled(self, dst: int) -> bool:
         """Whether the engine reads the trainers' own buffers, and nothing lands anywhere."""
         return self.device == "cuda" and self.of(0, dst).name == "cuda-ipc"
+
+    def placed(self, dst: int) -> bool:
+        """Whether bytes land in the engine's own parameters: on GPUs of a node without trainers, where none sleeps."""
+        node = self.places.destinations[dst]
+        return self.device == "cuda" and node not in self.places.trainers and not self.pulled(dst)
 
     def _copy(self, dst: int) -> range:
         first = dst // self.places.tp * self.places.tp

@@ -25,7 +25,7 @@ from jetrl_megatron.rollout.pool import EnginePool, engines_on
 from jetrl_megatron.rollout.remote import Address, Name, dial
 from jetrl_megatron.rollout.types import EngineDied, EngineError
 
-ENGINE_METHODS = frozenset("wait_ready refit accept generate sleep restart close".split())
+ENGINE_METHODS = frozenset("wait_ready expose refit accept generate sleep restart close".split())
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def engine_settings(
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
         cpu=cpu,
-        sleep=rollout.colocated and not cpu,
+        sleep=rollout.colocated and not rollout.nodes and not cpu,
     )
     return (
         settings
@@ -196,6 +196,18 @@ class RolloutEngine:
         if digests:
             self.version = message.version
         return digests
+
+    def expose(self, message: RefitMessage) -> list[str]:
+        """Let receivers of this node write a version into the engine's parameters; then `refit` with the same message.
+
+        Returns:
+            Each worker's table of its parameters (`jetrl_megatron.refit.ipc`).
+
+        Raises:
+            RefitRefused, EngineError, EngineDied: see `refit`.
+        """
+        self.version = None
+        return self._call("expose", message.to_dict())
 
     def accept(self) -> None:
         """Serve the version that the last `refit` held back."""

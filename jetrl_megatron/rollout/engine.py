@@ -89,6 +89,30 @@ class Engine:
         """Result of a method of the worker extension, from every worker."""
         return self.llm.collective_rpc(method, args=arguments)
 
+    def expose(self, message: dict[str, Any]) -> list[str]:
+        """Let others write a version into the live parameters; from now until `accept` there is none to sample from.
+
+        Args:
+            message: what `refit` will be asked to load, with `PLACED` segments.
+
+        Returns:
+            For each worker the table of its parameters, which stay where they are as long as the engine lives.
+
+        Raises:
+            RefitRefused: nothing was changed.
+        """
+        self._refuse(message)
+        if self.settings.sleep:
+            raise RefitRefused(["this engine may sleep: its parameters cannot be mapped by others"])
+        self.version = self._held = None
+        return self.call_workers("jetrl_expose")
+
+    def _refuse(self, message: dict[str, Any]) -> None:
+        """Raise RefitRefused with what any worker finds wrong with a message."""
+        problems = [p for worker in self.call_workers("jetrl_check", message) for p in worker]
+        if problems:
+            raise RefitRefused(dict.fromkeys(problems))
+
     def refit(self, message: dict[str, Any], hold: bool = False) -> dict[str, int]:
         """Load one chunk of a version; after the last one, drop cached keys and values and digest the live parameters.
 
@@ -103,9 +127,7 @@ class Engine:
         Raises:
             RefitRefused: nothing was changed.
         """
-        problems = [p for worker in self.call_workers("jetrl_check", message) for p in worker]
-        if problems:
-            raise RefitRefused(dict.fromkeys(problems))
+        self._refuse(message)
         self.version = self._held = None
         if self._asleep and message["chunk"] == 0:
             self.llm.wake_up(tags=["weights"])
@@ -154,12 +176,9 @@ class Engine:
         ]
         if problems:
             raise GenerationRefused(problems)
-        asked = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        asked = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         outputs = self.llm.generate([TokensPrompt(prompt_token_ids=s) for s in sequences], asked, use_tqdm=False)
-        return [
-            [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], s[1:])]
-            for s, output in zip(sequences, outputs)
-        ]
+        return [_of_tokens(output.prompt_logprobs, s[1:]) for s, output in zip(sequences, outputs)]
 
     def sleep(self) -> None:
         """Give weights and KV cache back to the GPU; addresses stay reserved, so captured graphs stay valid."""
@@ -187,7 +206,7 @@ class Engine:
         if problems:
             raise GenerationRefused(problems)
         assert self.version is not None
-        requests = [_parameters(sampling, seed) for seed in seeds]
+        requests = [request_parameters(sampling, seed) for seed in seeds]
         if requests:
             print(
                 f"[jetrl] version {self.version}: {len(requests)} requests, {requests[0]}", file=sys.stderr, flush=True
@@ -198,7 +217,8 @@ class Engine:
         return [_completion(prompt, output, self.version) for prompt, output in zip(prompts, outputs)]
 
 
-def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
+def request_parameters(sampling: Sampling, seed: int) -> SamplingParams:
+    """How vLLM samples one answer, in training, evaluation and benchmarks alike."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -214,6 +234,8 @@ def _parameters(sampling: Sampling, seed: int) -> SamplingParams:
         ignore_eos=True,
         seed=seed,
         logprobs=0,
+        # Lists of numbers, not a dict and a Logprob for every token.
+        flat_logprobs=True,
         detokenize=False,
     )
 
@@ -226,8 +248,15 @@ def _completion(prompt: list[int], output: Any, version: int) -> Completion:
     return Completion(
         prompt_ids=prompt,
         token_ids=ids,
-        logprobs=[step[token].logprob for step, token in zip(answer.logprobs, ids)],
+        logprobs=_of_tokens(answer.logprobs, ids),
         finish_reason=answer.finish_reason,
         version=version,
         cached_tokens=output.num_cached_tokens or 0,
     )
+
+
+def _of_tokens(flat: Any, ids: list[int]) -> list[float]:
+    """Log-probs of `ids` from vLLM's FlatLogprobs, which must hold these tokens and nothing else."""
+    if flat.token_ids != ids:
+        raise RuntimeError(f"log-probs of {len(flat.token_ids)} tokens that are not the {len(ids)} of the sequence")
+    return flat.logprobs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ from jetrl_megatron import signals
 from jetrl_megatron.config import Config
 from jetrl_megatron.layouts import fp8_tensors, rollout_layout, trainer_layout
 from jetrl_megatron.refit.member import Member
-from jetrl_megatron.refit.peers import Store
+from jetrl_megatron.refit.peers import Store, TransferFailed
 from jetrl_megatron.refit.places import Places
+from jetrl_megatron.refit.shm import SegmentError
 from jetrl_megatron.rollout.agent import Agent, connect, serve
 from jetrl_megatron.rollout.pool import engines_on
 from jetrl_megatron.rollout.remote import Address
@@ -45,8 +47,12 @@ class Host:
             self._store = ((host, port), store)
         self.member.join(self._store[1], members, epoch)
 
-    def exchange(self, base: int | None, chunk: int) -> None:
-        """Receive one chunk of a version; see `Member.exchange`."""
+    def exchange(self, base: int | None, chunk: int, tables: Mapping[int, Sequence[str]]) -> None:
+        """Receive one chunk of a version; see `Member.exchange` and `Member.adopt`."""
+        try:
+            self.member.adopt(tables)
+        except SegmentError as error:
+            raise TransferFailed(f"member {self.member.member}: {error}") from error
         self.member.exchange({}, base=base, chunk=chunk)
         if self.member.device.type == "cuda":
             torch.cuda.synchronize()

@@ -15,7 +15,7 @@ import torch
 from jetrl_megatron.config import Config
 from jetrl_megatron.errors import RunError
 from jetrl_megatron.refit.digests import differing
-from jetrl_megatron.refit.message import RefitMessage
+from jetrl_megatron.refit.message import PLACED, RefitMessage
 from jetrl_megatron.refit.places import Places
 from jetrl_megatron.rollout.client import RolloutEngine
 from jetrl_megatron.rollout.remote import Hub, RemoteEngine, RemoteHost
@@ -165,13 +165,25 @@ class EnginePool:
         if isinstance(message, RefitMessage):
             message = {engine.replica: message for engine in self.engines}
         self._messages, self._digests = message, digests or {}
-        if all(part.chunk == 0 for part in message.values()):
-            self._replaced.clear()
+        if all(part.chunk == 0 and PLACED not in part.segments for part in message.values()):
             self._revive()
         for engine in self.serving:
             if engine.replica not in message:
                 self._lose(engine, EngineDied(f"engine {engine.replica}: the new weights did not reach its node"))
         return sum(self._each(self.serving, self._refit).values())
+
+    def expose(self, message: Mapping[int, RefitMessage]) -> dict[int, list[str]]:
+        """Let replicas take a version into their parameters, as `load` will be told; until then they serve nothing.
+
+        Returns:
+            For each replica that is there, the tables of its ranks; see `RolloutEngine.expose`.
+
+        Raises:
+            EngineDied: no replica is left.
+        """
+        self._revive()
+        engines = [engine for engine in self.serving if engine.replica in message]
+        return self._each(engines, lambda engine: engine.expose(message[engine.replica]))
 
     def withdraw(self) -> None:
         """Landing places are about to be overwritten: an engine that dies now cannot be brought to their version."""
@@ -231,7 +243,7 @@ class EnginePool:
                 return action(engine)
             except EngineDied as death:
                 message = self._messages.get(engine.replica)
-                if engine.replica in self._replaced or message is None or message.chunks > 1:
+                if engine.replica in self._replaced or message is None or not message.repeatable:
                     raise
                 self._replaced.add(engine.replica)
                 log.warning("%s\nstarting it again", death)
@@ -249,7 +261,8 @@ class EnginePool:
             log.warning("%s\nreplica %d is out of rotation until the next version", death, engine.replica)
 
     def _revive(self) -> None:
-        """Replicas that are out of rotation come back, in fresh processes, if they can."""
+        """A version begins: replicas that are out of rotation come back, in fresh processes, if they can."""
+        self._replaced.clear()
         for engine in self.engines:
             if engine.replica in self._lost:
                 try:

@@ -217,6 +217,9 @@ class RemoteEngine:
         self._ready = True
         return facts
 
+    def expose(self, message: RefitMessage) -> list[str]:
+        return self._call("expose", message)
+
     def refit(self, message: RefitMessage, hold: bool = False) -> dict[str, int]:
         return self._call("refit", message, hold)
 

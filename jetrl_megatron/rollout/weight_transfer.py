@@ -22,7 +22,7 @@ from jetrl_conversion.layout import Layout
 from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron.refit import ipc
 from jetrl_megatron.refit.digests import Digester
-from jetrl_megatron.refit.message import DTYPES, RefitMessage, RefitRefused, check_slots, check_version
+from jetrl_megatron.refit.message import DTYPES, PLACED, RefitMessage, RefitRefused, check_slots, check_version
 from jetrl_megatron.refit.shm import Segment
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -61,6 +61,7 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         self._segment: Segment | ipc.CudaSegment | None = None
         self._importer = ipc.Importer()
         self._padded: list[str] | None = None
+        self._table: str | None = None
         self.digester: Digester | None = None
 
     @property
@@ -116,6 +117,8 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         if problems:
             raise RefitRefused(problems)
         try:
+            if message.segments[rank] == PLACED:
+                return message, []
             if message.segments[rank].startswith(ipc.PREFIX):
                 return message, self._importer.pairs(message.segments[rank], rank, live)
             if self._segment is None or str(self._segment.path) != message.segments[rank]:
@@ -125,6 +128,21 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
             return message, [(live[slot.name], self._segment.view(slot)) for slot in slots]
         except OSError as error:
             raise RefitRefused([str(error)]) from error
+
+    @torch.no_grad()
+    def expose(self) -> str:
+        """Give up the version: others are about to write into the live parameters. Returns their table (`ipc.publish`).
+
+        What nobody writes, the padding of the vocabulary, is zero.
+        """
+        self._pending = self.version = None
+        if self._table is None:
+            live = self.parameters
+            for parameter in live.values():
+                parameter.zero_()
+            torch.cuda.synchronize()
+            self._table = str(ipc.publish(live, f"engine-rank{self.parallel_config.rank}"))
+        return self._table
 
     def finish_weight_update(self) -> None:
         """Give the loaded version its number; if chunks are missing there is none until a whole version has come."""
@@ -157,6 +175,9 @@ class WorkerExtension:
         except RefitRefused as refused:
             return refused.problems
         return []
+
+    def jetrl_expose(self) -> str:
+        return self.weight_transfer_engine.expose()
 
     def jetrl_digests(self) -> dict[str, int]:
         """This worker's part of the digests of its live parameters (`rank_digests`)."""

@@ -20,12 +20,15 @@ from jetrl_conversion.model_spec import ModelSpec
 from jetrl_conversion.planner import quantized_tensors
 from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import RefitConfig
+from jetrl_megatron.refit import packs
 from jetrl_megatron.refit.digests import differing, merge_digests, rank_digests
 from jetrl_megatron.refit.member import MIB, Member
 from jetrl_megatron.refit.peers import Peers, Store
 from jetrl_megatron.refit.places import Places
 
 WORLD, NODES = 8, 4
+STRAIGHT = 16 << 10
+"""Of these small models' rectangles, so that some go from tensor to tensor and some through buffers."""
 MODELS = {"dense": DENSE, "moe": MOE}
 
 
@@ -85,6 +88,7 @@ def body(rank: int, address: str, port: int, cases: list[Case]) -> list[str]:
     store = Store(address, port + 1, 30.0, lead=rank == 0)
     peers = Peers(store, range(WORLD), rank, 0, torch.device("cpu"))
     problems = []
+    packs.STRAIGHT = STRAIGHT
     for case in cases:
         try:
             problems += [f"{case}: {problem}" for problem in run(rank, case, loaded[case.model][0], peers)]
@@ -109,6 +113,9 @@ def run(rank: int, case: Case, spec: ModelSpec, peers: Peers) -> list[str]:
         member.attach(paths)
         member.peers = peers
         payload = member.exchange(tensors).payload
+        kinds = {pack.straight for pack in member.peer_to_peer.packs if pack.src == 0}
+        if rank == 0 and case.replicas == 3 and kinds != {True, False}:
+            problems.append(f"straight packs, and others: {kinds}")
         if member.peer_to_peer.staging > MIB:
             problems.append(f"rank {rank} has {member.peer_to_peer.staging} bytes of buffers")
     from_all(None)  # nobody looks before all have written
