@@ -20,6 +20,7 @@ PLAIN, RIVAL = 0.8, 5.0
 SMALL = ("Qwen3-0.6B", "2")
 
 
+@pytest.mark.alone
 def test_bytes_arrive_at_the_speed_of_the_link(tmp_path: Path) -> None:
     port, model = free_port(), SMALL if shared(2) else ("Qwen3-8B", "8")
     environments = [rank(index, 2, port) for index in range(2)]
