@@ -20,7 +20,8 @@ SIZES = ("tp", "pp", "ep", "dp")
 
 def refit(
     model: Annotated[str, typer.Argument(help="Hugging Face folder (config.json is enough), or a released model.")],
-    cpu: Annotated[bool, typer.Option("--cpu", help="Processes of this machine, by gloo.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Between processes of this machine, by gloo.")] = False,
+    nccl: Annotated[bool, typer.Option("--nccl", help="Between GPUs of this machine, one for each rank.")] = False,
     simulate: Annotated[bool, typer.Option("--simulate", help="From the plan alone, at bandwidths given.")] = False,
     trainer: Annotated[str, typer.Option(help=f"Trainer layout: any of {', '.join(SIZES)}.")] = "tp=2",
     replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 1,
@@ -33,13 +34,17 @@ def refit(
     nvlink: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU within its node.")] = 450.0,
     network: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU to other nodes.")] = 50.0,
 ) -> None:
-    """Time and bytes of a refit, digests included.
+    """Time and bytes of a refit: to an engine on the trainer's GPU, digests included, or as options below say.
 
     Examples: jetrl bench refit models/Qwen3-8B
     jetrl bench refit Qwen3-0.6B --cpu --layers 4 --trainer tp=2,pp=2 --replicas 2
+    jetrl bench refit Qwen3-8B --nccl --trainer tp=2 --rollout-tp 2
     jetrl bench refit Qwen3-235B-A22B --simulate --trainer tp=4,pp=2,ep=8,dp=4 --replicas 32 --rollout-tp 4
     """
-    if not cpu and not simulate:
+    _one_of({"--cpu": cpu, "--nccl": nccl, "--simulate": simulate})
+    if nccl:
+        need_gpu()
+    if not (cpu or nccl or simulate):
         need_gpu()
         result = child(__name__, "gpu", {"model": str(Path(model).absolute()), "rounds": rounds})
         for name, value in result.items():
@@ -58,9 +63,16 @@ def refit(
     if simulate:
         _simulate(spec, source, replica, replicas, colocated, gpus_per_node, nvlink * GB, network * GB)
     else:
-        from jetrl_megatron.commands.bench_refit_cpu import compare
+        from jetrl_megatron.commands.bench_refit_ranks import compare
 
-        compare(config, source, replica, replicas, rounds, staging_mib)
+        compare(config, source, replica, replicas, rounds, staging_mib, "cuda" if nccl else "cpu")
+
+
+def _one_of(options: dict[str, bool]) -> None:
+    from jetrl_megatron.config import ConfigError
+
+    if len(given := [name for name, chosen in options.items() if chosen]) > 1:
+        raise ConfigError([f"{' and '.join(given)}: choose one"])
 
 
 def _config(model: str) -> dict:

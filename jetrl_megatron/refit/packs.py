@@ -177,24 +177,36 @@ def target_of(pack: Pack, target: Callable[[int, str], Tensor]) -> Tensor:
     return place.view(-1).view(torch.uint8)
 
 
-def fill(pack: Pack, buffer: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a pack's rectangles out of a trainer rank's tensors into the uint8 `buffer`."""
-    _copy((_inside(buffer, i, tensors[i.source]), cut(tensors[i.source], i.source_at, i.size)) for i in pack.items)
+Copies = tuple[list[Tensor], list[Tensor]]
+"""Targets and their sources, uint8."""
 
 
-def drain(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> None:
-    """Copy a pack's rectangles to their places; `target(destination rank, name)` is the whole tensor there."""
-    _copy((place, _inside(buffer, item, place)) for item, place in _places(pack, target))
+def fill(pack: Pack, buffer: Tensor, tensors: Mapping[str, Tensor]) -> Copies:
+    """Of a pack's rectangles, out of a trainer rank's tensors into the uint8 `buffer`."""
+    return _bytes(
+        (_inside(buffer, i, tensors[i.source]), cut(tensors[i.source], i.source_at, i.size)) for i in pack.items
+    )
 
 
-def gather(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> None:
+def drain(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> Copies:
+    """Of a pack's rectangles to their places; `target(destination rank, name)` is the whole tensor there."""
+    return _bytes((place, _inside(buffer, item, place)) for item, place in _places(pack, target))
+
+
+def gather(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> Copies:
     """The reverse of `drain`: a pack as its receiver holds it now."""
-    _copy((_inside(buffer, item, place), place) for item, place in _places(pack, target))
+    places, parts = drain(pack, buffer, target)
+    return parts, places
 
 
-def deliver(pack: Pack, tensors: Mapping[str, Tensor], target: Callable[[int, str], Tensor]) -> None:
-    """A pack whose sender is its receiver: from tensor to tensor."""
-    _copy((place, cut(tensors[i.source], i.source_at, i.size)) for i, place in _places(pack, target))
+def deliver(pack: Pack, tensors: Mapping[str, Tensor], target: Callable[[int, str], Tensor]) -> Copies:
+    """Of a pack whose sender is its receiver: from tensor to tensor."""
+    return _bytes((place, cut(tensors[i.source], i.source_at, i.size)) for i, place in _places(pack, target))
+
+
+def copy(copies: Copies) -> None:
+    """On a GPU in few launches."""
+    torch._foreach_copy_(*copies)
 
 
 def _places(pack: Pack, target: Callable[[int, str], Tensor]) -> Iterator[tuple[Item, Tensor]]:
@@ -208,7 +220,6 @@ def _inside(buffer: Tensor, item: Item, like: Tensor) -> Tensor:
     return flat if like.dim() == 1 else flat.view(item.size)
 
 
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Bytes from each second to its first, in few launches."""
-    targets, sources = zip(*((t.view(torch.uint8), s.view(torch.uint8)) for t, s in pairs))
-    torch._foreach_copy_(targets, sources)
+def _bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
+    found = [(target.view(torch.uint8), source.view(torch.uint8)) for target, source in pairs]
+    return [target for target, _ in found], [source for _, source in found]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from torch import Tensor
 from jetrl_conversion.planner import Plan
 from jetrl_megatron.refit.packs import (
     STRIP,
+    Copies,
     Far,
     Pack,
     Whole,
+    copy,
     deliver,
     drain,
     fill,
@@ -73,6 +76,7 @@ class PeerToPeer:
         self.limit = staging_bytes // (2 * BUFFERS)
         self.packs = schedule(plan, places, member, self.limit, far, chunk_of, None if delta else whole)
         self._kept: dict[tuple[int, ...], Tensor] = {}
+        self._copies: dict[tuple, tuple[tuple[int, ...], Copies]] = {}
 
     @functools.cached_property
     def _buffers(self) -> dict[bool, list[Tensor]]:
@@ -110,7 +114,7 @@ class PeerToPeer:
         for pack in self._chunk(peers, chunk):
             if self._local(pack):
                 assert target is not None
-                deliver(pack, tensors, target)
+                copy(deliver(pack, tensors, target))
             elif pack.straight and pack.src == self.member:
                 transfers.straight(True, source_of(pack, tensors), self.places.receiver(pack.dst))
                 moved += Moved(pack.payload, pack.nbytes)
@@ -119,15 +123,25 @@ class PeerToPeer:
                 transfers.straight(False, target_of(pack, target), pack.src)
             elif pack.src == self.member:
                 buffer = transfers.free(True)[: pack.nbytes]
-                fill(pack, buffer, tensors)
+                self._copy(fill, pack, buffer, tensors, lambda item: tensors[item.source])
                 transfers.send(buffer, self.places.receiver(pack.dst))
                 moved += Moved(pack.payload, pack.nbytes)
             else:
                 assert target is not None
                 buffer = transfers.free(False)[: pack.nbytes]
-                transfers.receive(buffer, pack.src, functools.partial(drain, pack, buffer, target))
+                transfers.receive(buffer, pack.src, functools.partial(self._drain, pack, buffer, target))
         transfers.finish()
         return moved
+
+    def _drain(self, pack: Pack, buffer: Tensor, target: Target) -> None:
+        self._copy(drain, pack, buffer, target, lambda item: target(pack.dst, item.target))
+
+    def _copy(self, plan: Callable[..., Copies], pack: Pack, buffer: Tensor, at: Any, tensor_of: Callable) -> None:
+        """Copy what `plan` says; its hundreds of views are made once, as long as nothing moves."""
+        where = (buffer.data_ptr(), *(tensor_of(item).data_ptr() for item in pack.items))
+        if self._copies.get((plan, pack.key), (None,))[0] != where:
+            self._copies[plan, pack.key] = where, plan(pack, buffer, at)
+        copy(self._copies[plan, pack.key][1])
 
     def _exchange_delta(
         self, peers: Peers | None, tensors: Mapping[str, Tensor], target: Target | None, base: int | None
@@ -137,13 +151,13 @@ class PeerToPeer:
         for pack in self._chunk(peers, 0):
             if self._local(pack):
                 assert target is not None
-                deliver(pack, tensors, target)
+                copy(deliver(pack, tensors, target))
                 continue
             header = self._memory(HEADER + pack.nbytes // STRIP)
             marks.append((pack, header))
             if pack.src == self.member:
                 fresh = transfers.free(True)[: pack.nbytes].zero_()  # gaps between rectangles count as unchanged
-                fill(pack, fresh, tensors)
+                copy(fill(pack, fresh, tensors))
                 kept = self._kept.setdefault(pack.key, torch.zeros_like(fresh))
                 _mark(header, fresh, kept, -1 if base is None else base)
                 transfers.send(header, self.places.receiver(pack.dst))
@@ -164,7 +178,7 @@ class PeerToPeer:
             elif size:
                 assert target is not None
                 buffer = transfers.free(False)[:size]
-                place = functools.partial(drain, pack, buffer, target)
+                place = functools.partial(self._drain, pack, buffer, target)
                 patch = functools.partial(_patch, pack, buffer, changed, target)
                 transfers.receive(buffer, pack.src, place if whole else patch)
         transfers.finish()
@@ -246,6 +260,6 @@ def _expect(header: Tensor, base: int | None) -> None:
 def _patch(pack: Pack, strips: Tensor, changed: Tensor, target: Target) -> None:
     """Put changed strips over what the receiver holds of a pack."""
     whole = torch.zeros(pack.nbytes, dtype=torch.uint8, device=strips.device)
-    gather(pack, whole, target)
+    copy(gather(pack, whole, target))
     whole.view(-1, STRIP)[changed] = strips.view(-1, STRIP)
-    drain(pack, whole, target)
+    copy(drain(pack, whole, target))

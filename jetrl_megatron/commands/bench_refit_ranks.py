@@ -1,16 +1,17 @@
-"""`jetrl bench refit --cpu`: the refit and two usual ways between processes of this machine, in one run.
+"""`jetrl bench refit --cpu|--nccl`: the refit and two usual ways between processes of this machine, in one run.
 
-Each trainer rank is a process and so is each replica's receiver, as if every replica were on a node of its own. All
-three ways end with the same bytes in the replicas' memory, which is checked.
+Each trainer rank is a process and so is each replica's receiver (with `--nccl` each of a replica's ranks, every process
+with a GPU), as if every replica were on a node of its own. All three ways end with the same bytes in the replicas'
+memory, which is checked.
 
 * ours: each rectangle straight from its holder (`refit/peer_to_peer.py`).
+* plain sends: as many bytes between the same pairs, one send each, which end nowhere: what the links give.
 * gather + BF16: rank 0 gathers each BF16 tensor, broadcasts it, and each replica quantizes what it needs again.
 * gather + FP8: the same with codes and scales, which need no second quantization.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -30,9 +31,10 @@ from jetrl_conversion.model_spec import ModelSpec, load_model_spec
 from jetrl_conversion.planner import quantized_tensors
 from jetrl_kernels.formats import scale_shape
 from jetrl_kernels.quant_weight import quant_weight
-from jetrl_megatron.config import RefitConfig
+from jetrl_megatron.config import ConfigError, RefitConfig
+from jetrl_megatron.refit.digests import rank_digests
 from jetrl_megatron.refit.member import Member
-from jetrl_megatron.refit.message import SCALE_SUFFIX
+from jetrl_megatron.refit.message import DTYPES, SCALE_SUFFIX
 from jetrl_megatron.refit.peers import Peers, Store
 from jetrl_megatron.refit.places import Places
 from jetrl_megatron.refit.rectangles import Rectangle, cut
@@ -41,12 +43,24 @@ GB = 1e9
 WAIT_S = 600.0
 
 
-def compare(config: dict, source: Layout, replica: Layout, replicas: int, rounds: int, staging_mib: int) -> None:
+def compare(
+    config: dict, source: Layout, replica: Layout, replicas: int, rounds: int, staging_mib: int, device: str
+) -> None:
     """Start the processes, print the table, and a line of JSON.
 
+    Args:
+        device: `cpu`, or `cuda`: process N is on GPU N.
+
     Raises:
-        OSError: a process failed.
+        ConfigError: too few GPUs. OSError: a process failed.
     """
+    hosts = replica.tp if device == "cuda" else 1
+    world = source.world + replicas * hosts
+    if device == "cuda" and torch.cuda.device_count() < world:
+        raise ConfigError(
+            [f"--nccl: {source.world} trainer ranks and {replicas * hosts} rollout ranks need {world} GPUs, "
+             f"this machine has {torch.cuda.device_count()}"]
+        )  # fmt: skip
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -58,8 +72,9 @@ def compare(config: dict, source: Layout, replica: Layout, replicas: int, rounds
         "rounds": rounds,
         "staging_mib": staging_mib,
         "port": port,
+        "device": device,
+        "hosts": hosts,
     }
-    world = source.world + replicas
     command = [sys.executable, "-m", __name__, json.dumps(settings)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     running = [
@@ -73,7 +88,7 @@ def compare(config: dict, source: Layout, replica: Layout, replicas: int, rounds
         for process in running:
             process.kill()
     if any(codes):
-        raise OSError(f"bench refit --cpu: exit statuses {codes}; the log is above")
+        raise OSError(f"bench refit: exit statuses {codes}; the log is above")
     result = json.loads(output.splitlines()[-1])
     print(f"{source} -> {replicas} x {replica}, {world} processes; the replicas hold {result['bound'] / GB:.4f} GB")
     print(f"{'way':16}{'moved GB':>10}{'of bound':>10}{'seconds':>10}{'GB/s':>8}{'buffers MB':>12}{'ours x':>8}")
@@ -93,21 +108,28 @@ class Bench:
         self.rank, self.rounds = rank, settings["rounds"]
         self.spec = load_model_spec(settings["config"])
         self.source, self.replica = Layout("megatron", **settings["source"]), Layout("vllm", **settings["replica"])
-        trainers = self.source.world
-        self.receivers = list(range(trainers, trainers + settings["replicas"]))
-        self.places = Places((0,) * trainers, tuple(range(1, settings["replicas"] + 1)), self.replica.world)
+        trainers, nodes = self.source.world, tuple(range(1, settings["replicas"] + 1))
+        self.places = Places((0,) * trainers, nodes, self.replica.world, settings["hosts"])
+        self.receivers = list(range(trainers, self.places.members))
+        self.device = torch.device(settings["device"])
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", rank)
+            torch.cuda.set_device(self.device)
         self.fp8 = quantized_tensors(self.spec, self.source, self.replica)
         wait = timedelta(seconds=WAIT_S)
         store = dist.TCPStore("127.0.0.1", settings["port"], None, rank == 0, wait, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=self.places.members, timeout=wait)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=self.places.members, timeout=wait)
         # Rank 0 broadcasts to the replicas alone.
         self.group = dist.new_group([0, *self.receivers])
-        self.bf16 = shard(self.spec, self.source, rank) if rank < trainers else {}
+        self.talk = dist.new_group(backend="gloo")
+        self.bf16 = shard(self.spec, self.source, rank, self.device) if rank < trainers else {}
         self.tensors = quantized(self.spec, self.source, rank, self.bf16, self.fp8) if rank < trainers else {}
         refit = RefitConfig(staging_mib=settings["staging_mib"], timeout_s=WAIT_S)
-        device = torch.device("cpu")
-        self.member = Member(self.spec, self.source, self.replica, self.fp8, self.places, rank, device, refit)
+        self.member = Member(self.spec, self.source, self.replica, self.fp8, self.places, rank, self.device, refit)
         self.member.open()
+        for dst in self.member.receives if self.device.type == "cuda" else ():
+            self.member.parameters[dst] = [empty_parameters(self.member, dst)]
         box = [0]
         if rank == 0:
             self.store = Store("127.0.0.1", 0, WAIT_S, lead=True)
@@ -115,12 +137,19 @@ class Bench:
         dist.broadcast_object_list(box, src=0)
         if rank:
             self.store = Store("127.0.0.1", box[0], WAIT_S, lead=False)
-        self.member.peers = Peers(self.store, range(self.places.members), rank, 0, device)
+        self.member.peers = Peers(self.store, range(self.places.members), rank, 0, self.device)
         # Where each tensor's pieces are, the first holder of each; and where the replicas want them.
         self.held: dict[str, dict[tuple[int, int], tuple[int, Any]]] = {}
         for holder in range(trainers):
             for piece in pieces(self.spec, self.source, holder):
                 self.held.setdefault(piece.hf_name, {}).setdefault(piece.hf_start, (holder, piece))
+        # What travels between each pair, and a buffer of each size.
+        self.pairs: dict[tuple[int, int], int] = {}
+        for dst in range(self.member.plan.dst.world):
+            for transfer in self.member.plan.receives(dst):
+                pair = transfer.src_rank, self.places.receiver(dst)
+                self.pairs[pair] = self.pairs.get(pair, 0) + transfer.nbytes
+        self.flat: dict[int, Tensor] = {}
         self.wanted: dict[str, list[tuple[int, Any]]] = {}
         for dst in self.member.receives:
             for piece in pieces(self.spec, self.replica, dst % self.places.tp):
@@ -129,13 +158,19 @@ class Bench:
     def run(self) -> dict:
         plan, ways = self.member.plan, {}
         expected = None
-        for name, way in (("ours", self.ours), ("gather + BF16", self.gather_bf16), ("gather + FP8", self.gather_fp8)):
+        all_ways = {
+            "ours": self.ours,
+            "gather + BF16": self.gather_bf16,
+            "gather + FP8": self.gather_fp8,
+            "plain sends": self.plain,
+        }
+        for name, way in all_ways.items():
             times = []
             for _ in range(self.rounds + 1):
-                dist.barrier()
+                self._meet()
                 started = time.perf_counter()
                 moved, staging = way()
-                dist.barrier()
+                self._meet()
                 times.append(time.perf_counter() - started)
             found = self.landed()
             expected = expected or found
@@ -150,6 +185,20 @@ class Bench:
 
     def ours(self) -> tuple[int, int]:
         return self.member.exchange(self.tensors).payload, self.member.peer_to_peer.staging
+
+    def plain(self) -> tuple[int, int]:
+        peers, sent, works = self.member.peers, 0, []
+        assert peers is not None
+        for (src, receiver), nbytes in self.pairs.items():
+            if self.rank in (src, receiver):
+                if nbytes not in self.flat:
+                    self.flat[nbytes] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+                send, other = self.rank == src, receiver if self.rank == src else src
+                works.append((peers.send if send else peers.receive)(self.flat[nbytes], other))
+                sent += nbytes if send else 0
+        for work in works:
+            peers.finish(work)
+        return sent, 0
 
     def gather_bf16(self) -> tuple[int, int]:
         moved = staging = 0
@@ -183,7 +232,7 @@ class Bench:
 
     def _whole(self, name: str, tensors: dict, shape: tuple, dtype, unit: int, suffix: str = "") -> tuple[Tensor, int]:
         """A whole tensor on rank 0 and the replicas, and how many bytes this rank sent for it."""
-        whole = torch.empty(shape, dtype=dtype)
+        whole = torch.empty(shape, dtype=dtype, device=self.device)
         sent = 0
         for holder, piece in self.held[name].values():
             at, start, size = _in_units(piece, unit)
@@ -197,7 +246,7 @@ class Bench:
                     sent += part.nbytes
             elif self.rank == 0:
                 place = cut(whole, start, size)
-                buffer = torch.empty(place.numel() * whole.itemsize, dtype=torch.uint8)
+                buffer = torch.empty(place.numel() * whole.itemsize, dtype=torch.uint8, device=self.device)
                 dist.recv(buffer, holder)
                 place.copy_(buffer.view(dtype).view(place.shape))
         if self.rank == 0 or self.rank in self.receivers:
@@ -211,9 +260,27 @@ class Bench:
             target = cut(self.member.view(dst, piece.local_name + suffix), at, size)
             target.copy_(cut(whole, start, size))
 
-    def landed(self) -> list[str]:
-        """Hashes of what lies in this receiver's landing places."""
-        return [hashlib.blake2b(segment.bytes.numpy()).hexdigest() for segment in self.member.landing.values()]
+    def landed(self) -> list[dict[str, int]]:
+        """Digests of what this receiver's engines hold."""
+        return [
+            rank_digests(
+                self.spec, self.replica, t, {s.name: self.member.view(dst, s.name) for s in self.member.whole[t]}
+            )
+            for dst in self.member.receives
+            for t in [dst % self.places.tp]
+        ]
+
+    def _meet(self) -> None:
+        """All processes are here, and their GPUs have nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(self.talk)
+
+
+def empty_parameters(member: Member, dst: int) -> dict[str, Tensor]:
+    """Parameters of an engine's rank on a GPU, all zero."""
+    slots = member.whole[dst % member.places.tp]
+    return {s.name: torch.zeros(s.shape, dtype=DTYPES[s.dtype], device=member.device) for s in slots}
 
 
 def _in_units(piece: Piece, unit: int) -> tuple[Rectangle, Rectangle, Rectangle]:
@@ -224,13 +291,16 @@ def _in_units(piece: Piece, unit: int) -> tuple[Rectangle, Rectangle, Rectangle]
     return at, start, size
 
 
-def shard(spec: ModelSpec, layout: Layout, rank: int) -> dict[str, Tensor]:
+def shard(spec: ModelSpec, layout: Layout, rank: int, device: torch.device) -> dict[str, Tensor]:
     """Random BF16 parameters of a trainer rank; copies on other ranks are equal."""
-    found = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in local_shapes(spec, layout, rank).items()}
+    found = {
+        name: torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        for name, shape in local_shapes(spec, layout, rank).items()
+    }
     for number, piece in enumerate(pieces(spec, layout, rank)):
-        generator = torch.Generator().manual_seed(hash((piece.hf_start, number % 7)) & 0xFFFF)
+        generator = torch.Generator(device).manual_seed(hash((piece.hf_start, number % 7)) & 0xFFFF)
         place = cut(found[piece.local_name], piece.local_start, piece.size)
-        place.copy_(torch.randn(place.shape, generator=generator) * 0.02)
+        place.copy_(torch.randn(place.shape, generator=generator, device=device) * 0.02)
     return found
 
 
