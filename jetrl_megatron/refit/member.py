@@ -59,7 +59,7 @@ class Member:
         self.whole = tuple(plan_slots(spec, replica, rank, fp8) for rank in range(replica.world))
         self.chunks = 1
         if device.type == "cuda" and len(self.pulled | self.placed) < target.world:
-            self.chunks = -(-segment_bytes(self.whole[0]) // (config.staging_mib * MIB))
+            self.chunks = -(-segment_bytes(self.whole[0]) // (config.staging_mib * MIB // 2))
         self.slots = tuple(plan_slots(spec, replica, rank, fp8, self.chunks) for rank in range(replica.world))
         # A parameter larger than a chunk leaves fewer for the others.
         self.chunks = 1 + max(slot.chunk for held in self.slots for slot in held)
@@ -162,8 +162,9 @@ class Member:
         moved, target = Moved(), self.view if self.landing or self.parameters else None
         if self.chunks > 1:
             # What pads the vocabulary is nobody's, and another chunk's bytes lie there.
-            for segment in self._owned:
-                segment.bytes.zero_()
+            for dst in self.landing:
+                slots = self.slots[dst % self.places.tp]
+                torch._foreach_zero_([self.view(dst, slot.name) for slot in slots if slot.chunk == chunk])
         for transport in self.transports:
             moved += transport.exchange(self.peers, tensors, target, base=base, chunk=chunk)
         for first, *others in self.parameters.values():

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -126,7 +126,8 @@ def plan_slots(
     """Slots of every parameter of engine rank `rank`, vocabulary padding included (its bytes are zero).
 
     Trainer ranks and engine compute the same slots by themselves. With `chunks` > 1 the parameters are cut into that
-    many runs of about equal size, each starting at offset 0.
+    many runs of about equal size, in turn at the beginning and at the end of the segment: one is read while the next
+    arrives.
     """
     fp8 = fp8_parameters(spec, layout, rank, quantized)
     wanted: list[tuple[str, str, tuple[int, ...]]] = []
@@ -146,11 +147,14 @@ def plan_slots(
         slots.append(TensorSlot(name, dtype, shape, offset, chunk))
         done += size
         offset = -(-(offset + size) // ALIGN) * ALIGN
-    return tuple(slots)
+    sizes = [segment_bytes(s for s in slots if s.chunk == c) for c in range(chunk + 1)]
+    sizes = [-(-size // ALIGN) * ALIGN for size in sizes]
+    end = max((a + b for a, b in itertools.pairwise(sizes)), default=0)
+    return tuple(replace(s, offset=s.offset + (end - sizes[s.chunk] if s.chunk % 2 else 0)) for s in slots)
 
 
 def segment_bytes(slots: Iterable[TensorSlot]) -> int:
-    """Size of a segment that holds any one chunk of these slots."""
+    """Size of a segment for these slots, of which one chunk at a time lies there, or two that follow each other."""
     return max((slot.offset + slot.nbytes for slot in slots), default=0)
 
 

@@ -92,11 +92,15 @@ class RefitSender:
         parameters, version = self._parameters(), self.trainer.version
         tables = self._tables(parameters)
         wire, chunks = 0, self.member.chunks
-        for chunk in range(chunks):
-            wire += self.route.move(parameters, version, chunk, self._expose).wire
-            if chunk + 1 < chunks:
-                if self.pool is not None:
-                    self.pool.load(self._messages(chunk, {}))
+        with ThreadPoolExecutor(1) as beside:
+            loading: Future[int] | None = None
+            for chunk in range(chunks):
+                wire += self.route.move(parameters, version, chunk, self._expose).wire
+                # Engines copy one chunk while the next arrives in the other half of their buffers.
+                if loading is not None:
+                    loading.result()
+                if self.pool is not None and chunk + 1 < chunks:
+                    loading = beside.submit(self.pool.load, self._messages(chunk, {}))
                 dist.barrier()
         if self.trainer.device.type == "cuda":
             torch.cuda.synchronize()
