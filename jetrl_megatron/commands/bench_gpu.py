@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-ENGINES = ("jetrl", "bf16", "vllm-bf16", "vllm-fp8")
+OURS = ("jetrl", "bf16")
+ENGINES = (*OURS, "vllm-bf16", "vllm-fp8")
 """Ours in two modes, and stock vLLM in BF16 and in its own block FP8."""
 KV_GIB = 32.0
 """KV cache of every engine: 256 sequences of 768 tokens of Qwen3-8B need 27."""
@@ -32,9 +34,22 @@ def rollout(
     sequences: Annotated[list[int], typer.Option(help="Batch sizes.")] = [32, 256],  # noqa: B006
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 256,
     new: Annotated[int, typer.Option(help="Tokens sampled after each.")] = 512,
+    own_process: Annotated[
+        bool | None,
+        typer.Option(
+            "--own-process/--in-process",
+            help="Where vLLM's engine core runs. By default ours runs as in training, in its engine's process, and "
+            "stock vLLM as its users run it, in a process of its own.",
+        ),
+    ] = None,
 ) -> None:
-    """Generated tokens a second. Example: jetrl bench rollout models/Qwen3-8B"""
-    common = {"model": str(model.absolute()), "sequences": sequences, "prompt": prompt, "new": new}
+    """Generated tokens a second, sampled as in training: a seed for each answer, log-probs of its tokens.
+
+    Example: jetrl bench rollout models/Qwen3-8B
+    """
+    common: dict = {"model": str(model.absolute()), "sequences": sequences, "prompt": prompt, "new": new}
+    if own_process is not None:
+        common["own_process"] = own_process
     results = {
         name: child(__name__, "rollout", {**common, "engine": name}) for name in _chosen(engine, ENGINES, "--engine")
     }
@@ -42,7 +57,8 @@ def rollout(
     for name, result in results.items():
         for n in map(str, sequences):
             ratio = f"{result[n] / base[n]:.3f}x BF16" if base else ""
-            print(f"{name:10} {n:>4} sequences  {result[n]:9.0f} tok/s  {ratio}")
+            where = "own process" if result["own_process"] else "in-process"
+            print(f"{name:10} {where:11} {n:>4} sequences  {result[n]:9.0f} tok/s  {ratio}")
     print(json.dumps(results))
 
 
@@ -100,58 +116,83 @@ def child(module: str, task: str, settings: dict) -> dict:
 
 def measure_rollout(s: dict) -> dict:
     """Tokens a second for each batch size: the better of two runs after one that warms up; seconds of all three."""
-    import os
-
-    ours = s["engine"] in ("jetrl", "bf16")
-    os.environ |= {
-        # An engine core of its own overlaps scheduling with the GPU's work.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if s.get("own_process", True) else "0",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `_random_parameters` travels to that process
-        "VLLM_DEEP_GEMM_WARMUP": "skip",
-        "VLLM_PLUGINS": "jetrl" if ours else "none",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    import torch
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
-
+    ours = s["engine"] in OURS
+    own_process = s.get("own_process", not ours)
+    set_environment(own_process, ours=ours)
     length, most = s["prompt"] + s["new"], max(s["sequences"])
-    sizes = sorted({1, 8, *s["sequences"], *range(32, most + 1, 32)})
-    if ours:
-        llm = _our_llm(s, length, most)
-    else:
-        block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        llm = LLM(
-            model=s["model"],
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            load_format="dummy",
-            max_model_len=length,
-            max_num_seqs=most,
-            max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.01,
-            kv_cache_memory_bytes=int(s.get("kv_gib", KV_GIB) * 2**30),
-            compilation_config={"cudagraph_capture_sizes": sizes},
-            hf_overrides={"quantization_config": block} if s["engine"] == "vllm-fp8" else {},
-            disable_log_stats=True,
-        )
-    llm.apply_model(_random_parameters)
-    asked = SamplingParams(temperature=1.0, max_tokens=s["new"], ignore_eos=True, detokenize=False)
+    llm = _our_llm(s, length, most) if ours else _stock_llm(s, length, most)
+    llm.apply_model(random_parameters)
     wait_for_turn(s)
-    found: dict = {"rounds": {}}
+    found: dict = {"own_process": own_process, "rounds": {}}
     for n in s["sequences"]:
-        times = []
-        for round_ in range(3):
-            generator = torch.Generator().manual_seed(round_)
-            prompts = torch.randint(1000, (n, s["prompt"]), generator=generator).tolist()
-            few = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, detokenize=False)
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], asked if round_ else few, use_tqdm=False)
-            times.append(time.perf_counter() - started)
+        times = [rollout_seconds(llm, n, s["prompt"], new, i) for i, new in enumerate((16, s["new"], s["new"]))]
         found["rounds"][str(n)] = times
         found[str(n)] = n * s["new"] / min(times[1:])
+    if own_process:  # it would outlive this one, with the GPU's memory
+        llm.llm_engine.engine_core.shutdown()
     return found
+
+
+def set_environment(own_process: bool, *, ours: bool = True) -> None:
+    """This process's variables become those of a training run's engine; before anything imports torch or vLLM.
+
+    Args:
+        own_process: give vLLM's engine core a process of its own, which in training it has not.
+        ours: load our plug-in.
+    """
+    from jetrl_megatron.config import RolloutConfig
+    from jetrl_megatron.rollout.environment import engine_environment
+
+    os.environ |= engine_environment(RolloutConfig().threads, cpu=False)
+    if own_process:
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `random_parameters` travels to that process
+        }
+    if not ours:
+        os.environ["VLLM_PLUGINS"] = "none"
+
+
+def rollout_seconds(llm: Any, count: int, prompt: int, new: int, round_: int) -> float:
+    """Seconds in which a vLLM.LLM samples `count` answers of `new` tokens as in training.
+
+    Prompts of `prompt` tokens are others in each round, so that nothing comes from the prefix cache.
+    """
+    import torch
+    from vllm.inputs import TokensPrompt
+
+    from jetrl_megatron.rollout.engine import request_parameters
+    from jetrl_megatron.rollout.types import Sampling
+
+    ids = torch.randint(1000, (count, prompt), generator=torch.Generator().manual_seed(round_)).tolist()
+    sampling = Sampling(temperature=1.0, max_tokens=new, stop_token_ids=())
+    asked = [request_parameters(sampling, seed) for seed in range(count)]
+    started = time.perf_counter()
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in ids], asked, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    assert all(len(output.outputs[0].logprobs) == new for output in outputs)
+    return seconds
+
+
+def _stock_llm(s: dict, length: int, most: int):
+    from vllm import LLM
+
+    block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return LLM(
+        model=s["model"],
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        load_format="dummy",
+        max_model_len=length,
+        max_num_seqs=most,
+        max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.01,
+        kv_cache_memory_bytes=int(s.get("kv_gib", KV_GIB) * 2**30),
+        compilation_config={"cudagraph_capture_sizes": sorted({1, 8, *s["sequences"], *range(32, most + 1, 32)})},
+        hf_overrides={"quantization_config": block} if s["engine"] == "vllm-fp8" else {},
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
 
 
 def _our_llm(s: dict, length: int, most: int):
@@ -177,7 +218,7 @@ def _our_llm(s: dict, length: int, most: int):
     return Engine(engine_settings(s["model"], config, fp8_tensors(spec, config), cpu=False)).llm
 
 
-def _random_parameters(model) -> None:
+def random_parameters(model) -> None:
     """Gaussian weights of plausible size in place of vLLM's dummy ones, whose near-zero codes would save power."""
     import torch
 
@@ -273,8 +314,6 @@ def timed(run) -> float:
 
 
 if __name__ == "__main__":
-    import os
-
     task, given = sys.argv[1], json.loads(sys.argv[2])
     print(
         json.dumps({"rollout": measure_rollout, "train": measure_train}[task](given)),

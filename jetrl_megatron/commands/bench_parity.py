@@ -88,19 +88,10 @@ def _my_turn(settings: dict) -> None:
 
 def measure_rollout(s: dict) -> dict[str, float]:
     """Tokens a second of each batch: the better of two runs after a short one that warms up."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # an engine core of its own overlaps scheduling with the GPU's work
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `_random_parameters` travels to that process
-        "VLLM_DEEP_GEMM_WARMUP": "skip",
-        "VLLM_PLUGINS": "jetrl",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    import torch
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
+    from jetrl_megatron.commands.bench_gpu import random_parameters, rollout_seconds, set_environment
 
+    set_environment(own_process=False)
     from jetrl_conversion.model_spec import load_model_spec
-    from jetrl_megatron.commands.bench_gpu import _random_parameters
     from jetrl_megatron.config import Config, ModelConfig, RolloutConfig
     from jetrl_megatron.layouts import fp8_tensors
     from jetrl_megatron.rollout.client import engine_settings
@@ -119,18 +110,11 @@ def measure_rollout(s: dict) -> dict[str, float]:
     )
     settings = engine_settings(s["model"], config, fp8_tensors(load_model_spec(s["model"]), config), cpu=False)
     llm = Engine(dataclasses.replace(settings, attention_splits=s["splits"])).llm
-    llm.apply_model(_random_parameters)
+    llm.apply_model(random_parameters)
     _my_turn(s)
     found = {}
     for name, (count, prompt, new) in batches.items():
-        seconds = []
-        for tokens in (16, new, new):
-            # Fresh prompts each time: nothing may come from the prefix cache.
-            prompts = torch.randint(1000, (count, prompt), generator=torch.Generator().manual_seed(len(seconds)))
-            asked = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-            started = time.perf_counter()
-            llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts.tolist()], asked, use_tqdm=False)
-            seconds.append(time.perf_counter() - started)
+        seconds = [rollout_seconds(llm, count, prompt, tokens, i) for i, tokens in enumerate((16, new, new))]
         found[name] = count * new / min(seconds[1:])
     return found
 
