@@ -50,7 +50,7 @@ INSTEAD = [
     (r"step_000040", "step_000002"),
     (r"(--resume.*)", r"\1 --set train.steps=2"),
     (r"^(jetrl eval .*)", r"\1 --set data.eval_size=2"),
-    (r"^(jetrl bench step .*)", r"\1 --steps 2"),
+    (r"^(jetrl bench step .*)", r"\1 --steps 1 --warmup 1"),
     # Layout and memory of the model named, on nodes of 8 GPUs.
     (r"^jetrl train (qwen\S+) (.*model\.path.*)", r"jetrl launch \1 \2 --dry-run --site slurm/site.example.toml"),
     # Questions are read, asked and scored.
