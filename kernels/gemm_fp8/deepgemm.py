@@ -54,24 +54,38 @@ def gemm_nt_fp32(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Te
     per_row = padded[:, : b.shape[0]].copy_(per_row).t()
     rows = a.shape[0]
     if rows >= FP32_ROWS:
-        return wgrad_nt(a, a_scale, b, per_row, out.zero_())
+        return _add_nt(a, a_scale, b, per_row, out.zero_(), "nk")
     codes = torch.zeros((FP32_ROWS, a.shape[1]), dtype=torch.uint8, device=a.device).view(a.dtype)
     scale = torch.ones((a_scale.shape[1], FP32_ROWS), dtype=torch.float32, device=a.device).t()
     codes.view(torch.uint8)[:rows] = a.view(torch.uint8)
     scale[:rows] = a_scale
     result = torch.zeros((FP32_ROWS, b.shape[0]), dtype=torch.float32, device=a.device)
-    return out.copy_(wgrad_nt(codes, scale, b, per_row, result)[:rows])
+    return out.copy_(_add_nt(codes, scale, b, per_row, result, "nk")[:rows])
 
 
 def wgrad_nt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Tensor:
     """out [M, N] FP32 += A B^T with 1x128 scales of both ([M, K blocks] and [N, K blocks], stride 1 along rows)."""
-    _loaded().fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, BLOCK), disable_ue8m0_cast=True)
-    return out
+    # K is the number of tokens: compiled in, every new length of a micro-batch would cost seconds of nvcc.
+    return _add_nt(a, a_scale, b, b_scale, out, "mn")
 
 
 def grouped_nt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, expert_of_row: Tensor, out: Tensor) -> Tensor:
     """out [T, N] BF16: row i of A times B[expert_of_row[i]]^T; blocks of 128 rows share an expert (-1: skipped)."""
     _loaded().m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, expert_of_row, disable_ue8m0_cast=True)
+    return out
+
+
+def _add_nt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, compiled_dims: str) -> Tensor:
+    """`wgrad_nt`; sizes named in `compiled_dims` are constants of the kernel, the others its arguments."""
+    _loaded().fp8_gemm_nt(
+        (a, a_scale),
+        (b, b_scale),
+        out,
+        c=out,
+        recipe=(1, 1, BLOCK),
+        compiled_dims=compiled_dims,
+        disable_ue8m0_cast=True,
+    )
     return out
 
 

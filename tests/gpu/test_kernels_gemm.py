@@ -9,6 +9,8 @@ result's norm in FP32, and one BF16 rounding where the output is BF16.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,3 +157,22 @@ def test_linear_on_the_gpu_against_the_exact_one():
     for cpu, gpu in zip(results[:2], results[2:]):
         for want, got in zip(cpu, gpu):
             assert error(got, want) < 6e-3
+
+
+LENGTHS = """
+import torch
+from jetrl_kernels.gemm_fp8 import gemm_wgrad
+from jetrl_kernels.quant_act import quant_act_cols
+out = torch.zeros(6144, 4096, device="cuda")
+for tokens in (640, 1024, 1152, 2048, 5000, 8192):
+    dy, x = (torch.randn(tokens, width, device="cuda").bfloat16() for width in out.shape)
+    gemm_wgrad(quant_act_cols(dy), quant_act_cols(x), out=out)
+torch.cuda.synchronize()
+"""
+
+
+@hopper_only
+def test_micro_batches_of_other_lengths_compile_no_wgrad_kernel(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LENGTHS], env=os.environ | {"DG_JIT_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0
+    assert len(list(tmp_path.rglob("kernel.cubin"))) == 1
