@@ -15,6 +15,9 @@ PHASES = ("refit", "rollout", "train")
 STILL = "optimizer.lr=1e-30"
 """Every phase runs, and no weight moves: FP32 masters of random weights cannot take up such a step. A learning rate
 that moves them on random rewards makes the answers short within a few steps, and in another way in each recipe."""
+VARIED = "data.name=reasoning_gym:gcd"
+"""Task for random weights: text that happens to contain the short answer gets part of the reward. Where all answers of
+a group get the same reward, its gradients are 0, and a GPU multiplies zeros faster."""
 SAME_LENGTH = 0.05
 """Largest difference of two recipes' mean answer lengths at which their times are compared."""
 
@@ -31,7 +34,7 @@ def step(
         int,
         typer.Option(
             help="Random weights in this many layers of model.path's shape: its config.json is enough. They stay as "
-            "they are (learning rate nearly 0), so that answers keep their length."
+            "they are (learning rate nearly 0), so that answers keep their length; the task is reasoning_gym:gcd."
         ),
     ] = 0,
 ) -> None:
@@ -56,7 +59,7 @@ def step(
     with tempfile.TemporaryDirectory(prefix="jetrl-bench-") as folder:
         if layers:
             model = _random_model(Path(configs[0].model.path), layers, Path(folder) / "model")
-            set_ = [*set_, f"model.path={model}", STILL]
+            set_ = [VARIED, *set_, f"model.path={model}", STILL]
         results = [_measure(name, set_, warmup, steps, Path(folder) / name) for name in recipes]
     for result in results:
         print(_table(result, warmup))
@@ -96,7 +99,7 @@ def _table(result: dict[str, Any], warmup: int) -> str:
         f"trained {result['train_tokens_per_second']:.0f} a second",
     ]
     if result["grad_norm"] == 0:
-        lines.append("  gradients are 0, and a GPU multiplies zeros faster: choose a data.name whose rewards differ")
+        lines.append("  gradients are 0, and a GPU multiplies zeros faster: more answers a group, or another data.name")
     return "\n".join(lines)
 
 
