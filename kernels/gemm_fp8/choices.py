@@ -4,6 +4,9 @@ from __future__ import annotations
 
 FPROP: dict[tuple[int, int], str] = {}
 """(N, K) whose FProp does not run on DeepGEMM."""
+OWN_KERNEL = 4096
+"""DeepGEMM's WGrad has kernels of their own for numbers of tokens that this divides: few, because each costs seconds of
+nvcc."""
 
 
 def fprop(out_features: int, in_features: int) -> str:
@@ -19,5 +22,9 @@ def dgrad(tokens: int, in_features: int, out_features: int) -> str:
 
 
 def wgrad(tokens: int, out_features: int, in_features: int) -> str:
-    """`deepgemm` or `cublaslt` for dW [out, in] summed over `tokens`."""
-    return "cublaslt" if tokens <= 512 or out_features * in_features <= 4096 * 4096 else "deepgemm"
+    """`deepgemm` or `cublaslt` for dW [out, in] summed over `tokens`.
+
+    DeepGEMM is up to 6 % faster than cuBLASLt with a kernel for this number of tokens, and slower without.
+    """
+    own_kernel = tokens % OWN_KERNEL == 0 and out_features * in_features > 4096 * 4096
+    return "deepgemm" if own_kernel else "cublaslt"

@@ -161,12 +161,15 @@ def test_linear_on_the_gpu_against_the_exact_one():
 
 LENGTHS = """
 import torch
-from jetrl_kernels.gemm_fp8 import gemm_wgrad
+from jetrl_kernels.gemm_fp8 import deepgemm
 from jetrl_kernels.quant_act import quant_act_cols
+assert deepgemm.module()
 out = torch.zeros(6144, 4096, device="cuda")
-for tokens in (640, 1024, 1152, 2048, 5000, 8192):
-    dy, x = (torch.randn(tokens, width, device="cuda").bfloat16() for width in out.shape)
-    gemm_wgrad(quant_act_cols(dy), quant_act_cols(x), out=out)
+for tokens in (640, 1024, 1152, 2048, 5120, 7936):
+    (dy, dy_scale), (x, x_scale) = (
+        quant_act_cols(torch.randn(tokens, width, device="cuda").bfloat16()) for width in out.shape
+    )
+    deepgemm.wgrad_nt(dy, dy_scale.t(), x, x_scale.t(), out)
 torch.cuda.synchronize()
 """
 
