@@ -80,7 +80,8 @@ class Member:
             device=device,
             chunk_of={s.name: s.chunk for s in self.slots[0]} if self.chunks > 1 else None,
             whole=self._contiguous,
-            delta=config.delta and self.chunks == 1,
+            # What an engine that was started again has in its parameters is no version.
+            delta=config.delta and self.chunks == 1 and not self.placed,
         )
         self.transports: list[Transport] = [SharedMemory(self.plan, self.ways, member), self.peer_to_peer]
         self.peers: Peers | None = None
@@ -139,7 +140,11 @@ class Member:
             SegmentError: a table that cannot be opened.
         """
         used = {path for dst in self.receives for path in tables.get(dst, ())}
-        for path in self._tables.keys() - used:
+        if gone := self._tables.keys() - used:
+            # A view would keep the memory of an engine that is gone, which its successor needs.
+            self.peer_to_peer.forget()
+            self.parameters = {}
+        for path in gone:
             del self._tables[path]
         for path in used - self._tables.keys():
             self._tables[path] = published(path)
@@ -164,7 +169,7 @@ class Member:
             # What pads the vocabulary is nobody's, and another chunk's bytes lie there.
             for dst in self.landing:
                 slots = self.slots[dst % self.places.tp]
-                torch._foreach_zero_([self.view(dst, slot.name) for slot in slots if slot.chunk == chunk])
+                torch._foreach_zero_([self.view(dst, s.name).view(torch.uint8) for s in slots if s.chunk == chunk])
         for transport in self.transports:
             moved += transport.exchange(self.peers, tensors, target, base=base, chunk=chunk)
         for first, *others in self.parameters.values():

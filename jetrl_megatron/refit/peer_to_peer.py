@@ -40,6 +40,8 @@ from jetrl_megatron.refit.transports import Moved, Target
 
 BUFFERS = 2
 """Packs under way in each direction."""
+UNBUFFERED = 4
+"""Straight packs under way. NCCL has room for few operations: when a peer dies, starting one more waits for ever."""
 PAYS = 0.9
 """A pack goes whole when more than this share of it has changed."""
 HEADER = 8
@@ -143,6 +145,10 @@ class PeerToPeer:
             self._copies[plan, pack.key] = where, plan(pack, buffer, at)
         copy(self._copies[plan, pack.key][1])
 
+    def forget(self) -> None:
+        """Keep no view of tensors that were copied."""
+        self._copies.clear()
+
     def _exchange_delta(
         self, peers: Peers | None, tensors: Mapping[str, Tensor], target: Target | None, base: int | None
     ) -> Moved:
@@ -225,6 +231,8 @@ class _Ring:
     def straight(self, sending: bool, tensor: Tensor, peer: int) -> None:
         """Send or receive without a buffer."""
         assert self.peers is not None
+        if len(self.unbuffered) >= UNBUFFERED:
+            self.peers.finish(self.unbuffered.pop(0))
         self.unbuffered.append((self.peers.send if sending else self.peers.receive)(tensor, peer))
 
     def finish(self) -> None:

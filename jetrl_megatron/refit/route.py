@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_megatron.collective import from_all
+from jetrl_megatron.errors import RunError
 from jetrl_megatron.refit.member import Member
 from jetrl_megatron.refit.peers import Store, TransferFailed
 from jetrl_megatron.refit.transports import Moved
@@ -42,7 +43,9 @@ class Route:
         self.segments: dict[int, str] = {}
         self.version: int | None = None
         """What all landing places hold, if they hold one version whole."""
-        self._epoch, self._members, self._broken = 0, (), True
+        self._epoch, self._broken = 0, True
+        self._members: dict[int, int] = {}
+        """Members that are connected, and their `RemoteHost.process`: one that was started again knows nobody."""
         self._store: Store | None = None
         trainers = range(len(self.places.trainers))
         world = range(member.plan.dst.world)
@@ -116,14 +119,14 @@ class Route:
             self._broken = False
             return []
         segments: dict[int, str] = {}
-        members = list(range(len(self.places.trainers)))
+        members = dict.fromkeys(range(len(self.places.trainers)), 0)
         for number, host in self.hosts.items():
             held = host.segments()
             due = {dst for dst in self.member.placed if self.places.receiver(dst) == number}
             if held is not None and due <= tables.keys():
-                members.append(number)
+                members[number] = host.process
                 segments |= held
-        box: list[Any] = [(tuple(members), segments)]
+        box: list[Any] = [(members, segments)]
         dist.broadcast_object_list(box, src=0)
         chosen, segments = box[0]
         if not self._broken and chosen == self._members and segments.items() <= self.segments.items():
@@ -132,12 +135,13 @@ class Route:
         self.segments |= segments
         self._epoch += 1
         host, port = self._meet()
+        connected = tuple(self._members)
 
         def mine() -> None:
             assert self._store is not None
-            self.member.join(self._store, self._members, self._epoch)
+            self.member.join(self._store, connected, self._epoch)
 
-        problems = [p for _, p in self._together("join", (host, port, self._members, self._epoch), mine) if p]
+        problems = [p for _, p in self._together("join", (host, port, connected, self._epoch), mine) if p]
         self._broken = bool(problems)
         return problems or ["connections are new"]
 
@@ -154,12 +158,12 @@ class Route:
 
     def _together(self, method: str, arguments: tuple, mine) -> list[tuple[Any, str]]:
         """Result and complaint of every trainer rank while the hosts do their part; theirs are rank 0's."""
-        problems, asked = [], []
+        problems, asked = [], {}
         for number, host in self.hosts.items():
             if number in self._members:
                 try:
                     host.begin(method, *arguments)
-                    asked.append(host)
+                    asked[number] = host
                 except EngineError as error:
                     problems.append(str(error))
         result = None
@@ -167,9 +171,10 @@ class Route:
             result = mine()
         except TransferFailed as error:
             problems.append(str(error))
-        for host in asked:
+        for number, host in asked.items():
             try:
                 host.finish(method)
-            except (EngineError, TransferFailed) as error:
-                problems.append(str(error))
+            except Exception as error:  # of whatever kind: the version did not arrive there
+                known = isinstance(error, RunError)
+                problems.append(str(error) if known else f"member {number}: {type(error).__name__}: {error}")
         return from_all((result, "; ".join(problems)))

@@ -26,7 +26,7 @@ from jetrl_megatron.rollout.agent import Agent, connect, serve
 from jetrl_megatron.rollout.pool import engines_on
 from jetrl_megatron.rollout.remote import Address
 
-METHODS = frozenset("segments join exchange close".split())
+METHODS = frozenset("segments join exchange release close".split())
 
 
 class Host:
@@ -56,6 +56,10 @@ class Host:
         self.member.exchange({}, base=base, chunk=chunk)
         if self.member.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Unmap all engines' parameters: a GPU has their memory back only when nobody has it mapped."""
+        self.member.adopt({})
 
     def close(self) -> None:
         self.member.close()

@@ -181,6 +181,10 @@ class EnginePool:
         Raises:
             EngineDied: no replica is left.
         """
+        lost = {e.node for e in self.engines if e.replica in self._lost and isinstance(e, RemoteEngine)}
+        for host in self.hosts.values():
+            if host.node in lost:
+                host.release()
         self._revive()
         engines = [engine for engine in self.serving if engine.replica in message]
         return self._each(engines, lambda engine: engine.expose(message[engine.replica]))

@@ -149,11 +149,13 @@ class Remote:
     def __init__(self, name: Name, node: int, hub: Hub, start_timeout_s: float):
         self.name, self.node, self.hub, self.start_timeout_s = name, node, hub, start_timeout_s
         self.connection: Connection | None = None
+        self.taken = 0
+        """Connections so far: whoever lost one comes back as another process."""
 
     def begin(self, method: str, *arguments: Any) -> None:
         """Send a request; `finish` waits for its answer."""
         if self.connection is None:
-            self.connection = self.hub.take(self.name, self.start_timeout_s)
+            self._take(self.start_timeout_s)
         if self.connection is None:
             raise self._gone(f"did not connect in {self.start_timeout_s:.0f} s")
         try:
@@ -184,11 +186,14 @@ class Remote:
 
     def reconnect(self) -> bool:
         """Take a newer connection if one has come; whether there is a connection now."""
-        newer = self.hub.take(self.name, 0)
+        self._take(0)
+        return self.connection is not None
+
+    def _take(self, timeout: float) -> None:
+        newer = self.hub.take(self.name, timeout)
         if newer is not None:
             self.drop()
-            self.connection = newer
-        return self.connection is not None
+            self.connection, self.taken = newer, self.taken + 1
 
     def drop(self) -> None:
         if self.connection is not None:
@@ -204,7 +209,7 @@ class RemoteEngine:
     """A replica on another node: `client.RolloutEngine` by wire; that engine's agent starts it."""
 
     def __init__(self, replica: int, node: int, hub: Hub, config: Config):
-        self.replica, self.config = replica, config
+        self.replica, self.node, self.config = replica, node, config
         rollout = config.rollout
         self._remote = Remote(("engine", replica), node, hub, rollout.start_timeout_s)
         self._ready = False
@@ -265,6 +270,15 @@ class RemoteHost:
         self._remote = Remote(("host", member), node, hub, config.rollout.start_timeout_s)
         self._lost = False
 
+    @property
+    def node(self) -> int:
+        return self._remote.node
+
+    @property
+    def process(self) -> int:
+        """Which of the processes that have been this host it is now."""
+        return self._remote.taken
+
     def segments(self) -> dict[int, str] | None:
         """Its landing places by destination rank, or None if it is not there (any more)."""
         try:
@@ -279,6 +293,12 @@ class RemoteHost:
             return None
         finally:
             self._remote.start_timeout_s = 0.0  # it had its time; from now on it is there or it is not
+
+    def release(self) -> None:
+        """See `host.Host.release`. A host that is gone has nothing mapped."""
+        with contextlib.suppress(EngineDied):
+            if self._remote.connection is not None:
+                self._remote.call("release", timeout=LOST_S)
 
     def begin(self, method: str, *arguments: Any) -> None:
         self._remote.begin(method, *arguments)

@@ -77,3 +77,11 @@ def test_a_delta_gives_the_same_bytes():
     assert full <= all_new <= full + marks, "whole packs where a delta does not pay"
     assert nothing < 1.1 * marks
     assert "a delta on version 3, and this receiver holds 2" in received[4]
+
+
+def test_no_delta_where_bytes_land_in_engines_parameters():
+    """An engine that was started again holds no version to build on."""
+    config = RefitConfig(delta=True)
+    on_gpu = Member(SPEC, SOURCE, REPLICA, FP8, PLACES, 0, torch.device("cuda"), config)
+    assert on_gpu.placed == {0} and not on_gpu.peer_to_peer.delta
+    assert Member(SPEC, SOURCE, REPLICA, FP8, PLACES, 0, torch.device("cpu"), config).peer_to_peer.delta

@@ -2,6 +2,7 @@
 
 Two trainer ranks send to two host processes, each host on a node (a network namespace) of its own. Members are killed,
 and a cable is cut, when the third pack is on its way. No engines: what they would be told to load is looked at instead.
+With `placed` bytes land, as on GPUs, in what engines show of their parameters; here it is the host's own memory.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from refit_world import DENSE, Namespaces, fork, local_tensors, namespaces, random_model, spec_of, torch_world, whole
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from jetrl_conversion.layout import Layout
 from jetrl_conversion.planner import quantized_tensors
 from jetrl_megatron.config import Config, RefitConfig
 from jetrl_megatron.refit import member as member_module
+from jetrl_megatron.refit import packs
 from jetrl_megatron.refit.digests import merge_digests, rank_digests
 from jetrl_megatron.refit.member import Member
+from jetrl_megatron.refit.message import DTYPES, plan_slots
 from jetrl_megatron.refit.peers import Peers, TransferFailed
 from jetrl_megatron.refit.places import Places
 from jetrl_megatron.refit.route import Route
@@ -31,7 +35,8 @@ from jetrl_megatron.rollout import remote
 from jetrl_megatron.rollout.agent import connect, serve
 from jetrl_megatron.rollout.host import METHODS, Host
 from jetrl_megatron.rollout.pool import EnginePool
-from jetrl_megatron.rollout.remote import Hub, RemoteHost
+from jetrl_megatron.rollout.remote import Hub, RemoteEngine, RemoteHost
+from jetrl_megatron.rollout.types import EngineDied
 
 TIMEOUT_S = 4.0
 SPEC = spec_of(DENSE)
@@ -42,9 +47,26 @@ VERSIONS = [random_model(SPEC, seed) for seed in range(5)]
 DIGESTS = [merge_digests([rank_digests(SPEC, Layout("hf"), 0, whole(model, FP8))]) for model in VERSIONS]
 
 
-def member(number: int, delta: bool) -> Member:
-    config = RefitConfig(staging_mib=1, timeout_s=TIMEOUT_S, delta=delta)
-    return Member(SPEC, SOURCE, REPLICA, FP8, PLACES, number, torch.device("cpu"), config)
+def member(number: int, way: str) -> Member:
+    config = RefitConfig(staging_mib=1, timeout_s=TIMEOUT_S, delta=way == "delta")
+    made = Member(SPEC, SOURCE, REPLICA, FP8, PLACES, number, torch.device("cpu"), config)
+    if way == "placed":
+        made.placed = set(range(len(PLACES.destinations)))
+    return made
+
+
+def parameters_of(_: str) -> dict[str, torch.Tensor]:
+    """In place of mapping a GPU: the parameters that an engine has when it starts."""
+    slots = plan_slots(SPEC, REPLICA, 0, FP8)
+    return {slot.name: torch.zeros(slot.shape, dtype=DTYPES[slot.dtype]) for slot in slots}
+
+
+def engines(way: str, *names: str) -> dict[int, list[str]]:
+    """Tables of the engines there are; a name begins with its node."""
+    if way != "placed":
+        return {}
+    nodes = {PLACES.destinations.index(int(name[0])) for name in names}
+    return {dst: [n for n in names if int(n[0]) == PLACES.destinations[dst]] for dst in nodes}
 
 
 class Faulty(Peers):
@@ -63,6 +85,7 @@ class Faulty(Peers):
 
 
 member_module.Peers = Faulty  # type: ignore[misc]
+packs.STRAIGHT = 16 << 10  # of this small model, so that rectangles under way go from tensor to tensor and in packs
 
 
 def arm(*fault: Callable[[], None]) -> None:
@@ -80,7 +103,16 @@ class Watched(Host):
     def digests(self) -> dict[str, int]:
         (dst,) = self.member.receives
         live = {slot.name: self.member.view(dst, slot.name) for slot in self.member.slots[0]}
-        return merge_digests([rank_digests(SPEC, REPLICA, 0, live)])
+        found = [rank_digests(SPEC, REPLICA, 0, held) for held in [live, *self.member.parameters.get(dst, [])]]
+        assert all(one == found[0] for one in found), "replicas of a node hold the same"
+        return merge_digests(found[:1])
+
+    def mapped(self) -> int:
+        """How many of the engines' parameters that were mapped at the first call still are."""
+        if not hasattr(self, "known"):
+            tables = self.member._tables.values()
+            self.known = [StorageWeakRef(tensor.untyped_storage()) for table in tables for tensor in table.values()]
+        return sum(not storage.expired() for storage in self.known)
 
     def die_next(self) -> None:
         """In the next transfer."""
@@ -91,10 +123,11 @@ def number(node: int) -> int:
     return 2 + PLACES.hosts.index(node)
 
 
-def host(node: int, address, delta: bool, queue) -> None:
-    watched = Watched(member(number(node), delta))
+def host(node: int, address, way: str, queue) -> None:
+    member_module.published = parameters_of  # type: ignore[assignment]
+    watched = Watched(member(number(node), way))
     connection = connect(lambda: address, ("host", number(node)), 30)
-    queue.put(("closed", node, serve(watched, METHODS | {"digests", "die_next"}, connection)))
+    queue.put(("closed", node, serve(watched, METHODS | {"digests", "die_next", "mapped"}, connection)))
     queue.close()
     queue.join_thread()
 
@@ -102,15 +135,23 @@ def host(node: int, address, delta: bool, queue) -> None:
 class Lead:
     """Rank 0's side of the test: a pool without engines, and the route."""
 
-    def __init__(self, hub: Hub, delta: bool):
+    def __init__(self, hub: Hub, way: str):
         config = Config(refit=RefitConfig(timeout_s=TIMEOUT_S))
         config.rollout.start_timeout_s = 30.0
         self.pool = EnginePool([], hub, {number(n): RemoteHost(number(n), n, hub, config) for n in PLACES.hosts})
-        self.route = Route(member(0, delta), self.pool)
+        self.route = Route(member(0, way), self.pool)
 
     def ask(self, node: int, method: str, *arguments):
         self.pool.hosts[number(node)].begin(method, *arguments)
         return self.pool.hosts[number(node)].finish(method)
+
+    def lose_engine(self, node: int) -> None:
+        """What the pool does before a version when a node's engine is out of rotation (and nobody can start it)."""
+        self.pool.engines = [RemoteEngine(0, node, self.pool.hub, Config())]  # type: ignore[arg-type]
+        self.pool._lost[0] = EngineDied("killed")
+        with pytest.raises(EngineDied, match="its agent is gone"):
+            self.pool.expose({})
+        self.pool.engines = []
 
     def held(self) -> dict[int, int]:
         """Node -> which version its landing place holds whole, -1 for none; of the nodes that take part."""
@@ -122,19 +163,23 @@ def tensors(rank: int, version: int):
     return local_tensors(SPEC, SOURCE, rank, whole(VERSIONS[version], FP8))
 
 
-def survive(rank: int, address: str, spaces: Namespaces, port: int, delta: bool, orders, news) -> object:
-    """Versions 0 to 4: nothing, a killed receiver, its replacement, a cut cable, again nothing."""
+TABLES = {2: ("1a", "2b"), 4: ("1c",)}
+"""Engines whose parameters are there in a version, where not ("1a", "2a", "2b")."""
+
+
+def survive(rank: int, address: str, spaces: Namespaces, port: int, way: str, orders, news) -> object:
+    """Versions 0 to 4: nothing, a killed receiver, its replacement, a cut cable, a receiver replaced in between."""
     os.environ["MASTER_ADDR"] = address
     torch_world(rank, 2, address, port, timeout_s=90.0)
     if rank == 1:
-        route = Route(member(1, delta), None)
+        route = Route(member(1, way), None)
         for version in range(5):
             route.move(tensors(1, version), version, 0)
             dist.barrier()
         return None
     hub = Hub(address)
     orders.put(hub.address)
-    lead, seen, times = Lead(hub, delta), [], []
+    lead, seen, times = Lead(hub, way), [], []
     for version in range(5):
         if version == 1:
             lead.ask(2, "die_next")
@@ -143,33 +188,51 @@ def survive(rank: int, address: str, spaces: Namespaces, port: int, delta: bool,
             lead.pool.hosts[number(2)]._remote.start_timeout_s = 30.0
         if version == 3 and spaces.count:
             arm(lambda: spaces.link(2, "down"))
+        if version == 4:
+            if way == "placed":
+                assert lead.ask(1, "mapped") > 0
+                lead.lose_engine(1)
+                assert lead.ask(1, "mapped") == 0, "a dead engine's memory is free for the next one"
+            orders.put("replace")
+            until(lambda: ("host", number(1)) in hub._known)
         started = time.monotonic()
-        moved = lead.route.move(tensors(0, version), version, 0)
+        attempts = [engines(way, *TABLES.get(version, ("1a", "2a", "2b")))] * 2
+        moved = lead.route.move(tensors(0, version), version, 0, attempts.pop)
         times.append(time.monotonic() - started)
-        seen.append((lead.held(), moved.payload))
+        seen.append((lead.held(), moved.payload, 2 - len(attempts)))
         dist.barrier()
     lead.pool.close()
     return seen, times, lead.route.member.plan.total_bytes
 
 
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("delta", [False, True])
-def test_survivors_get_every_version(monkeypatch, delta):
+@pytest.mark.parametrize("way", ["placed", "delta"])
+def test_survivors_get_every_version(monkeypatch, way):
     monkeypatch.setattr(remote, "LOST_S", 6)
     context = multiprocessing.get_context("fork")
     orders, news, results = context.Queue(), context.Queue(), context.Queue()
     with namespaces(3) as spaces:
-        port = 29710 + delta
+        port = 29710 + (way == "delta")
         started = fork(
-            2, Namespaces(0, "", ""), survive_in(spaces, 0), spaces, port, delta, orders, news, results=results
+            2, Namespaces(0, "", ""), survive_in(spaces, 0), spaces, port, way, orders, news, results=results
         )
         try:
             address = orders.get(timeout=60)
-            hosts = [start_host(spaces, node, address, delta, news) for node in (1, 2)]
+            hosts = [start_host(spaces, node, address, way, news) for node in (1, 2)]
             assert orders.get(timeout=90) == "replace"
             hosts[1].join(5)
             assert hosts[1].exitcode == -signal.SIGKILL
-            hosts.append(start_host(spaces, 2, address, delta, news))
+            hosts.append(start_host(spaces, 2, address, way, news))
+            assert orders.get(timeout=90) == "replace"
+            hosts[0].kill()
+            hosts.append(start_host(spaces, 1, address, way, news))
             found = dict(results.get(timeout=120) for _ in range(2))
         finally:
             for process in started + hosts:
@@ -177,13 +240,13 @@ def test_survivors_get_every_version(monkeypatch, delta):
     assert not isinstance(found[0], str), found[0]
     seen, times, total = found[0]
     both, one = total, total // 2
-    assert seen[0] == ({1: 0, 2: 0}, both)
-    assert seen[1] == ({1: 1}, one), "the dead node is out, the other has the new version whole"
-    assert seen[2] == ({1: 2, 2: 2}, both), "its replacement gets the current version"
+    assert seen[0] == ({1: 0, 2: 0}, both, 1)
+    assert seen[1] == ({1: 1}, one, 2), "the dead node is out, the other has the new version whole"
+    assert seen[2] == ({1: 2, 2: 2}, both, 1), "its replacement gets the current version"
     if spaces.count:
-        assert seen[3] == ({1: 3}, one)
+        assert seen[3] == ({1: 3}, one, 2)
         assert times[3] < 3 * TIMEOUT_S + 6 + 5
-    assert seen[4][0][1] == 4
+    assert (seen[4][0][1], seen[4][2]) == (4, 1), "a receiver that was started again in between is known to be another"
     assert times[1] < 3 * TIMEOUT_S, "a dead peer is noticed at once"
 
 
@@ -194,11 +257,11 @@ def survive_in(spaces: Namespaces, index: int):
     return body
 
 
-def start_host(spaces: Namespaces, node: int, address, delta: bool, queue):
+def start_host(spaces: Namespaces, node: int, address, way: str, queue):
     def body() -> None:
         torch.set_num_threads(1)
         spaces.enter(node)
-        host(node, address, delta, queue)
+        host(node, address, way, queue)
         os._exit(0)
 
     process = multiprocessing.get_context("fork").Process(target=body, daemon=True)
@@ -210,13 +273,13 @@ def lose_sender(rank: int, address: str, spaces: Namespaces, port: int, orders, 
     os.environ["MASTER_ADDR"] = address
     torch_world(rank, 2, address, port, timeout_s=20.0)
     if rank == 1:
-        route = Route(member(1, False), None)
+        route = Route(member(1, ""), None)
         route.move(tensors(1, 0), 0, 0)
         arm(die)
         route.move(tensors(1, 1), 1, 0)
     hub = Hub(address)
     orders.put(hub.address)
-    lead = Lead(hub, False)
+    lead = Lead(hub, "")
     lead.route.move(tensors(0, 0), 0, 0)
     started = time.monotonic()
     try:
@@ -239,7 +302,7 @@ def test_a_killed_sender_ends_the_transfer_for_all():
         hosts = []
         try:
             address = orders.get(timeout=60)
-            hosts = [start_host(spaces, node, address, False, news) for node in (1, 2)]
+            hosts = [start_host(spaces, node, address, "", news) for node in (1, 2)]
             rank, value = results.get(timeout=60)
             ended = time.monotonic()
             # Rank 0's process has ended with its answer: the hosts must not outlive it.
