@@ -7,15 +7,21 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jetrl_megatron.commands.bench_gpu import child, need_gpu, timed, wait_for_turn
 
+if TYPE_CHECKING:
+    from jetrl_conversion.layout import Layout
+    from jetrl_conversion.model_spec import ModelSpec
+
 GB = 1e9
-SIZES = ("tp", "pp", "ep", "dp")
+SIZES = ("tp", "pp", "ep", "etp", "dp")
+"""Of a trainer layout."""
 
 
 def refit(
@@ -41,25 +47,25 @@ def refit(
     jetrl bench refit Qwen3-8B --nccl --trainer tp=2 --rollout-tp 2
     jetrl bench refit Qwen3-235B-A22B --simulate --trainer tp=4,pp=2,ep=8,dp=4 --replicas 32 --rollout-tp 4
     """
-    _one_of({"--cpu": cpu, "--nccl": nccl, "--simulate": simulate})
-    if nccl:
+    from jetrl_megatron.config import ConfigError
+
+    given = [name for name, chosen in {"--cpu": cpu, "--nccl": nccl, "--simulate": simulate}.items() if chosen]
+    wrong = [f"{' and '.join(given)}: choose one"] if len(given) > 1 else []
+    numbers = {"replicas": replicas, "rollout-tp": rollout_tp, "rounds": rounds, "staging-mib": staging_mib}
+    numbers |= {"gpus-per-node": gpus_per_node, "nvlink": nvlink, "network": network}
+    wrong += [f"--{name} {value}: more than 0" for name, value in numbers.items() if value <= 0]
+    if wrong:
+        raise ConfigError(wrong)
+    if nccl or not given:
         need_gpu()
-    if not (cpu or nccl or simulate):
-        need_gpu()
+    if not given:
         result = child(__name__, "gpu", {"model": str(Path(model).absolute()), "rounds": rounds})
         for name, value in result.items():
             print(f"{name:28} {value}")
         print(json.dumps(result))
         return
-    from jetrl_conversion.layout import Layout
-    from jetrl_conversion.model_spec import load_model_spec
-
-    config = _config(model)
-    if layers:
-        config = {**config, "num_hidden_layers": layers}
-    sizes = _sizes(trainer)
-    spec, replica = load_model_spec(config), Layout("vllm", tp=rollout_tp)
-    source = Layout("megatron", **{size: sizes.get(size, 1) for size in SIZES})  # type: ignore[arg-type]
+    config = _config(model, layers)
+    spec, source, replica = _layouts(config, trainer, rollout_tp)
     if simulate:
         _simulate(spec, source, replica, replicas, colocated, gpus_per_node, nvlink * GB, network * GB)
     else:
@@ -68,43 +74,50 @@ def refit(
         compare(config, source, replica, replicas, rounds, staging_mib, "cuda" if nccl else "cpu")
 
 
-def _one_of(options: dict[str, bool]) -> None:
-    from jetrl_megatron.config import ConfigError
-
-    if len(given := [name for name, chosen in options.items() if chosen]) > 1:
-        raise ConfigError([f"{' and '.join(given)}: choose one"])
-
-
-def _config(model: str) -> dict:
+def _config(model: str, layers: int) -> dict:
+    """The model's config.json, cut to `layers` if they are not 0."""
     from jetrl_conversion.errors import ConversionError
     from jetrl_conversion.known_models import known_config
     from jetrl_megatron.config import ConfigError
 
     folder = Path(model)
-    if (folder / "config.json").is_file():
-        return json.loads((folder / "config.json").read_text())
     try:
-        return known_config(folder.name)
+        if (folder / "config.json").is_file():
+            config = json.loads((folder / "config.json").read_text())
+        else:
+            config = known_config(folder.name)
     except ConversionError as error:
         raise ConfigError(str(error).splitlines()) from None
+    except ValueError as error:
+        raise ConfigError([f"{folder / 'config.json'}: {error}"]) from None
+    most = config.get("num_hidden_layers")
+    if isinstance(most, int) and not 0 <= layers <= most:
+        raise ConfigError([f"--layers {layers}: 1 to {most} of {folder.name}, or 0 for all"])
+    return {**config, "num_hidden_layers": layers} if layers else config
 
 
-def _sizes(text: str) -> dict[str, int]:
-    """`tp=2,pp=2` as numbers. Raises ConfigError naming what is wrong."""
-    from jetrl_megatron.config import ConfigError, nearest
+def _layouts(config: dict, trainer: str, rollout_tp: int) -> tuple[ModelSpec, Layout, Layout]:
+    """The model and both layouts. Raises ConfigError with everything that is wrong, and a size that would do."""
+    from jetrl_conversion.errors import LayoutError
+    from jetrl_conversion.layout import Layout, problems
+    from jetrl_conversion.model_spec import load_model_spec
+    from jetrl_conversion.plan_report import parse_layout
+    from jetrl_megatron.config import ConfigError
 
-    found, wrong = {}, []
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        if key not in SIZES:
-            wrong.append(f"--trainer {key}: unknown, {nearest(key, SIZES)}")
-        elif not value.isdecimal() or int(value) < 1:
-            wrong.append(f"--trainer {part}: {key}=NUMBER")
-        else:
-            found[key] = int(value)
+    spec, replica, wrong = load_model_spec(config), Layout("vllm", tp=rollout_tp), []
+    try:
+        source = parse_layout("megatron", trainer)
+    except LayoutError as error:
+        raise ConfigError([f"--trainer: {problem}" for problem in error.problems]) from None
+    for option, layout in (("--trainer", source), ("--rollout-tp", replica)):
+        if reasons := dict.fromkeys(reason for _, reason in problems(spec, layout)):
+            smaller = [(key, n) for key in SIZES for n in range((getattr(layout, key) or 1) - 1, 0, -1)]
+            others = [replace(layout, **{key: n}) for key, n in smaller]
+            near = next((f" ({other} would do)" for other in others if not problems(spec, other)), "")
+            wrong.append(f"{option}: {'; '.join(reasons)}{near}")
     if wrong:
         raise ConfigError(wrong)
-    return found
+    return spec, source, replica
 
 
 def _simulate(spec, source, replica, replicas: int, colocated: bool, gpus: int, nvlink: float, network: float) -> None:

@@ -12,16 +12,21 @@ memory, which is checked.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,9 +43,12 @@ from jetrl_megatron.refit.message import DTYPES, SCALE_SUFFIX
 from jetrl_megatron.refit.peers import Peers, Store
 from jetrl_megatron.refit.places import Places
 from jetrl_megatron.refit.rectangles import Rectangle, cut
+from jetrl_megatron.rollout.server import watch_parent
 
 GB = 1e9
 WAIT_S = 600.0
+LOG_LINES = 20
+"""Of a process that failed."""
 
 
 def compare(
@@ -52,7 +60,7 @@ def compare(
         device: `cpu`, or `cuda`: process N is on GPU N.
 
     Raises:
-        ConfigError: too few GPUs. OSError: a process failed.
+        ConfigError: too few GPUs, too little memory or staging. OSError: a process failed.
     """
     hosts = replica.tp if device == "cuda" else 1
     world = source.world + replicas * hosts
@@ -61,12 +69,13 @@ def compare(
             [f"--nccl: {source.world} trainer ranks and {replicas * hosts} rollout ranks need {world} GPUs, "
              f"this machine has {torch.cuda.device_count()}"]
         )  # fmt: skip
+    need_memory(config, source, replica, replicas, staging_mib, device)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     settings = {
         "config": config,
-        "source": {"tp": source.tp, "pp": source.pp, "ep": source.ep, "dp": source.dp},
+        "source": {"tp": source.tp, "pp": source.pp, "ep": source.ep, "etp": source.etp, "dp": source.dp},
         "replica": {"tp": replica.tp},
         "replicas": replicas,
         "rounds": rounds,
@@ -75,20 +84,7 @@ def compare(
         "device": device,
         "hosts": hosts,
     }
-    command = [sys.executable, "-m", __name__, json.dumps(settings)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE if rank == 0 else None, text=True, env=env)
-        for rank in range(world)
-    ]
-    try:
-        output, _ = running[0].communicate()
-        codes = [process.wait(60) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    if any(codes):
-        raise OSError(f"bench refit: exit statuses {codes}; the log is above")
+    output = run_all([[sys.executable, "-m", __name__, json.dumps(settings), str(rank)] for rank in range(world)])
     result = json.loads(output.splitlines()[-1])
     print(f"{source} -> {replicas} x {replica}, {world} processes; the replicas hold {result['bound'] / GB:.4f} GB")
     print(f"{'way':16}{'moved GB':>10}{'of bound':>10}{'seconds':>10}{'GB/s':>8}{'buffers MB':>12}{'ours x':>8}")
@@ -99,6 +95,61 @@ def compare(
             f"{way['seconds'] / result['ways']['ours']['seconds']:8.2f}"
         )
     print(json.dumps(result))
+
+
+def need_memory(config: dict, source: Layout, replica: Layout, replicas: int, staging_mib: int, device: str) -> None:
+    """Raise ConfigError if a row has too little staging or, on a CPU, all processes together too little memory."""
+    spec, refit = load_model_spec(config), RefitConfig(staging_mib=staging_mib)
+    fp8 = quantized_tensors(spec, source, replica)
+    places = Places((0,) * source.world, (1,), replica.world)
+    try:
+        plan = Member(spec, source, replica, fp8, places, 0, torch.device("cpu"), refit).plan
+    except ValueError as error:
+        raise ConfigError([f"--staging-mib {staging_mib}: {error}"]) from None
+    # Trainers hold BF16 and FP8, replicas their copy; plain sends have buffers at both ends.
+    shapes = [shape for rank in range(source.world) for shape in local_shapes(spec, source, rank).values()]
+    held = sum(2 * math.prod(shape) for shape in shapes)
+    need, free = 1.5 * held + 3 * replicas * plan.total_bytes, psutil.virtual_memory().available
+    if device == "cpu" and need > free:
+        raise ConfigError(
+            [f"--cpu: about {need / GB:.1f} GB of memory are needed and {free / GB:.1f} are free; fewer --layers "
+             f"(of {spec.num_layers}) or --replicas need less"]
+        )  # fmt: skip
+
+
+def run_all(commands: list[list[str]]) -> str:
+    """Run commands that work together; what the first of them prints. When one fails the others are killed.
+
+    Raises:
+        OSError: one failed; the end of its log is printed first.
+    """
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        output = stack.enter_context(tempfile.TemporaryFile("w+"))
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        running: list[subprocess.Popen] = []
+        try:
+            for command, log in zip(commands, logs):
+                out = output if not running else log
+                running.append(subprocess.Popen([*command, str(os.getpid())], stdout=out, stderr=log, env=env))
+            codes = [None]
+            while None in codes and not any(codes):
+                time.sleep(0.1)
+                codes = [process.poll() for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
+            code, rank = min(failed)  # one that was killed comes first: the others complain that it is gone
+            log = logs[rank]
+            log.seek(0)
+            print("".join(log.readlines()[-LOG_LINES:]), end="", file=sys.stderr)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+            short = "; is there enough memory?" if code == -signal.SIGKILL else ""
+            raise OSError(f"bench refit: process {rank} of {len(running)} {how}{short}")
+        output.seek(0)
+        return output.read()
 
 
 class Bench:
@@ -128,6 +179,7 @@ class Bench:
         refit = RefitConfig(staging_mib=settings["staging_mib"], timeout_s=WAIT_S)
         self.member = Member(self.spec, self.source, self.replica, self.fp8, self.places, rank, self.device, refit)
         self.member.open()
+        self.member.close()  # of segments, whose names nobody needs; so none is left whatever ends this process
         for dst in self.member.receives if self.device.type == "cuda" else ():
             self.member.parameters[dst] = [empty_parameters(self.member, dst)]
         box = [0]
@@ -319,12 +371,13 @@ def main(settings: dict, rank: int) -> None:
     bench = Bench(settings, rank)
     with torch.no_grad():
         result = bench.run()
-    bench.member.close()
+    bench.member.leave()
     if rank == 0:
         print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
+    watch_parent(int(sys.argv[3]))
     main(json.loads(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import time
+
 import pytest
 
 from jetrl_conversion.known_models import known_config
@@ -10,6 +14,7 @@ from jetrl_conversion.model_spec import load_model_spec
 from jetrl_conversion.planner import plan_reshard
 from jetrl_megatron.commands import doctor_checks
 from jetrl_megatron.commands.bench_refit import refit
+from jetrl_megatron.commands.bench_refit_ranks import run_all
 from jetrl_megatron.config import Config, ConfigError, apply_overrides
 from jetrl_megatron.layouts import trainer_layout
 from jetrl_megatron.memory import gpus_per_node, problems
@@ -118,9 +123,35 @@ def test_simulation_counts_every_byte_once_and_finds_the_fullest_link():
     assert together.network == 0 and together.seconds < apart.seconds < apart.gather_fp8 < apart.gather
 
 
-def test_bench_says_everything_that_is_wrong_with_a_layout():
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"trainer": "tp=x,dq=2"}, [r"tp must be a positive integer", r"did you mean dp"]),
+        (
+            {"trainer": "tp=3", "rollout_tp": 3},
+            [r"--trainer: 16 .* \(megatron\(tp=2\) would do", r"--rollout-tp: .*vllm\(tp=2\)"],
+        ),
+        ({"replicas": 0, "rounds": -1, "cpu": True}, [r"choose one", r"--replicas 0: more than 0", r"--rounds -1"]),
+        ({"layers": 29}, [r"--layers 29: 1 to 28 of Qwen3-0.6B"]),
+    ],
+)
+def test_bench_says_everything_that_is_wrong(options, lines):
     with pytest.raises(ConfigError) as refused:
-        refit("Qwen3-0.6B", simulate=True, trainer="tp=x,dq=2")
-    assert len(refused.value.problems) == 2 and "did you mean 'dp'" in str(refused.value)
+        refit("Qwen3-0.6B", simulate=True, **options)
+    assert len(refused.value.problems) == len(lines)
+    assert all(re.search(line, problem) for line, problem in zip(lines, refused.value.problems)), refused.value.problems
+
+
+def test_bench_names_the_nearest_model_and_what_does_not_fit_this_machine():
     with pytest.raises(ConfigError, match=r"did you mean Qwen3-1\.7B"):
         refit("Qwen3-0.7B", simulate=True)
+    with pytest.raises(ConfigError, match=r"GB of memory are needed .* fewer --layers .of 64"):
+        refit("Qwen3-32B", cpu=True, replicas=999)
+
+
+def test_bench_ends_with_the_process_that_was_killed_and_ends_the_others():
+    started = time.monotonic()
+    die, wait = "import os; os.kill(os.getpid(), 9)", "import time; time.sleep(60)"
+    with pytest.raises(OSError, match="process 1 of 2 was killed by SIGKILL"):
+        run_all([[sys.executable, "-c", wait], [sys.executable, "-c", die]])
+    assert time.monotonic() - started < 30
