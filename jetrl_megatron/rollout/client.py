@@ -19,6 +19,7 @@ from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron import signals
 from jetrl_megatron.config import Config
 from jetrl_megatron.refit.message import SCALE_SUFFIX, RefitMessage, plan_slots
+from jetrl_megatron.refit.shm import remove_stale
 from jetrl_megatron.rollout.environment import engine_environment
 from jetrl_megatron.rollout.types import (
     Completion,
@@ -327,6 +328,7 @@ class RolloutEngine:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            remove_stale()  # the table of its parameters
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = self.facts = self.version = None

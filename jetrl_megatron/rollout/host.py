@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -51,11 +52,15 @@ class Host:
         """Receive one chunk of a version; see `Member.exchange` and `Member.adopt`."""
         try:
             self.member.adopt(tables)
+            self.member.exchange({}, base=base, chunk=chunk)
+            if self.member.device.type == "cuda":
+                torch.cuda.synchronize()
         except SegmentError as error:
             raise TransferFailed(f"member {self.member.member}: {error}") from error
-        self.member.exchange({}, base=base, chunk=chunk)
-        if self.member.device.type == "cuda":
-            torch.cuda.synchronize()
+        except torch.AcceleratorError:
+            # After that a process can do nothing on its GPU any more; the launcher starts another.
+            traceback.print_exc()
+            os._exit(1)
 
     def release(self) -> None:
         """Unmap all engines' parameters: a GPU has their memory back only when nobody has it mapped."""

@@ -97,6 +97,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_gpu() -> None:
+    raise torch.AcceleratorError("an error that ends the context")
+
+
 class Watched(Host):
     """A host that also says what an engine would find."""
 
@@ -114,9 +118,9 @@ class Watched(Host):
             self.known = [StorageWeakRef(tensor.untyped_storage()) for table in tables for tensor in table.values()]
         return sum(not storage.expired() for storage in self.known)
 
-    def die_next(self) -> None:
+    def die_next(self, fault: Callable[[], None]) -> None:
         """In the next transfer."""
-        arm(die)
+        arm(fault)
 
 
 def number(node: int) -> int:
@@ -182,7 +186,7 @@ def survive(rank: int, address: str, spaces: Namespaces, port: int, way: str, or
     lead, seen, times = Lead(hub, way), [], []
     for version in range(5):
         if version == 1:
-            lead.ask(2, "die_next")
+            lead.ask(2, "die_next", die if way == "placed" else lose_gpu)
         if version == 2:
             orders.put("replace")
             lead.pool.hosts[number(2)]._remote.start_timeout_s = 30.0
@@ -228,7 +232,7 @@ def test_survivors_get_every_version(monkeypatch, way):
             hosts = [start_host(spaces, node, address, way, news) for node in (1, 2)]
             assert orders.get(timeout=90) == "replace"
             hosts[1].join(5)
-            assert hosts[1].exitcode == -signal.SIGKILL
+            assert hosts[1].exitcode == (-signal.SIGKILL if way == "placed" else 1)
             hosts.append(start_host(spaces, 2, address, way, news))
             assert orders.get(timeout=90) == "replace"
             hosts[0].kill()

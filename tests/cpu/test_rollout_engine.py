@@ -18,6 +18,7 @@ from jetrl_kernels.quant_weight import quant_weight
 from jetrl_megatron.config import Config
 from jetrl_megatron.refit.digests import differing, merge_digests
 from jetrl_megatron.refit.message import RefitRefused
+from jetrl_megatron.refit.shm import PREFIX, segment_folder
 from jetrl_megatron.rollout.client import RolloutEngine
 from jetrl_megatron.rollout.types import EngineDied, GenerationRefused, Sampling
 
@@ -145,7 +146,8 @@ def test_second_refit_in_chunks_and_twenty_more(house):
     resident = house.engine.call_workers("resident_bytes")[0]
     for _ in range(20):
         assert house.load(house.w1) == first
-    assert house.engine.call_workers("resident_bytes")[0] - resident < 4 << 20
+    # Twenty copies of one layer would be 13 MiB; malloc takes memory 4 MiB at a time.
+    assert house.engine.call_workers("resident_bytes")[0] - resident < 10 << 20
     assert house.engine.call_workers("storage") == before
     again = house.engine.generate(prompts(4, 20), [0] * 4, GREEDY)
     assert [a.token_ids for a in again] == [a.token_ids for a in greedy]
@@ -312,12 +314,15 @@ def test_killed_engine_is_noticed_and_restarts_cold(house):
     house.load(house.w0)
     warm_digests = house.load(house.w1, chunks=3)
     warm = house.engine.generate(prompts(4, 20), [0] * 4, GREEDY)
+    table = segment_folder() / f"{PREFIX}{house.engine.pid}-table.json"
+    table.touch()  # as it has on a GPU, where others map its parameters
     os.kill(house.engine.pid, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(EngineDied, match="signal SIGKILL"):
         house.engine.generate(prompts(1, 20), [0], GREEDY)
     assert time.monotonic() - started < 5
     house.engine.restart()
+    assert not table.exists()
     with pytest.raises(GenerationRefused, match="refit first"):
         house.engine.generate(prompts(1, 20), [0], GREEDY)
     assert house.engine.refit(house.sender.message(17, house.w1)) == warm_digests
