@@ -54,6 +54,8 @@ def refit(
     numbers = {"replicas": replicas, "rollout-tp": rollout_tp, "rounds": rounds, "staging-mib": staging_mib}
     numbers |= {"gpus-per-node": gpus_per_node, "nvlink": nvlink, "network": network}
     wrong += [f"--{name} {value}: more than 0" for name, value in numbers.items() if value <= 0]
+    if not given and not (Path(model) / "config.json").is_file():
+        wrong.append(f"{model}: a folder with config.json; names of released models go with --cpu, --nccl, --simulate")
     if wrong:
         raise ConfigError(wrong)
     if nccl or not given:

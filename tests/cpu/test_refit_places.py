@@ -145,6 +145,8 @@ def test_bench_says_everything_that_is_wrong(options, lines):
 def test_bench_names_the_nearest_model_and_what_does_not_fit_this_machine():
     with pytest.raises(ConfigError, match=r"did you mean Qwen3-1\.7B"):
         refit("Qwen3-0.7B", simulate=True)
+    with pytest.raises(ConfigError, match=r"Qwen3-0\.6B: a folder with config\.json"):
+        refit("Qwen3-0.6B")
     with pytest.raises(ConfigError, match=r"GB of memory are needed .* fewer --layers .of 64"):
         refit("Qwen3-32B", cpu=True, replicas=999)
 
