@@ -209,6 +209,18 @@ def copy(copies: Copies) -> None:
     torch._foreach_copy_(*copies)
 
 
+def load_copies(device: torch.device) -> None:
+    """Have the kernels of `copy` on a GPU.
+
+    CUDA loads a kernel at its first launch and waits for all that runs: behind a send to a dead peer that is for ever.
+    """
+    if device.type == "cuda":
+        one, other = torch.zeros((2, 64, 64), dtype=torch.uint8, device=device)
+        copy(([one, one], [other, other]))
+        copy(([one[:, :32]], [other[:, 32:]]))
+        torch.cuda.synchronize(device)
+
+
 def _places(pack: Pack, target: Callable[[int, str], Tensor]) -> Iterator[tuple[Item, Tensor]]:
     for item in pack.items:
         yield item, cut(target(pack.dst, item.target), item.target_at, item.size)

@@ -30,6 +30,7 @@ from jetrl_megatron.refit.packs import (
     drain,
     fill,
     gather,
+    load_copies,
     schedule,
     source_of,
     target_of,
@@ -88,6 +89,7 @@ class PeerToPeer:
             if not pack.straight and not self._local(pack):
                 sending = pack.src == self.member
                 largest[sending] = max(largest.get(sending, 0), pack.nbytes)
+        load_copies(self.device)
         return {k: [self._memory(n) for _ in range(BUFFERS)] for k, n in largest.items()}
 
     @property

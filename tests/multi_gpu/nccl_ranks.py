@@ -6,6 +6,7 @@ and `replacement` on two rank 1.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -124,6 +125,7 @@ def _meet(port: int, lead: bool) -> Store:
 
 if __name__ == "__main__":
     role, port, model, layers = sys.argv[1:]
+    faulthandler.dump_traceback_later(60)  # the log then says what a rank waits for
     {"lead": lead, "victim": victim, "replacement": replacement}[role](
         int(os.environ["RANK"]), int(port), model, int(layers)
     )
