@@ -27,7 +27,7 @@ LINES = 25
 
 
 def shared(count: int) -> bool:
-    """Whether `count` processes have to share one GPU: speeds are then no one's business."""
+    """Whether `count` processes have to share one GPU."""
     return torch.cuda.device_count() < count
 
 
