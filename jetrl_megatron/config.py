@@ -180,7 +180,7 @@ class TrainConfig:
     """Steps between two checkpoints; the last step is always saved. 0: none at all, except when asked to stop."""
     keep_last: int = 2
     timeout_s: float = 300.0
-    """Longest wait of one rank for another."""
+    """Longest wait of one rank for another, unless that one waits for engines."""
     threads: int = 1
     """CPU threads of one trainer rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,6 +13,7 @@ from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.env_list import differences, numerics
 from jetrl_megatron.megatron import patches
+from jetrl_megatron.rollout.remote import MARGIN_S
 
 
 def device_for(config: Config) -> torch.device:
@@ -28,7 +29,8 @@ def device_for(config: Config) -> torch.device:
 def initialize(config: Config) -> torch.device:
     """Join the world that torchrun started and build Megatron's process groups.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK. Every collective that waits longer than `train.timeout_s` fails.
+    Reads RANK, WORLD_SIZE and LOCAL_RANK. Every collective that waits longer than `train.timeout_s` fails, but in the
+    world's own group, where ranks wait for what the first one asks of engines: that may take as long as engines may.
 
     Raises:
         RuntimeError: when the world's size is not the recipe's tp x pp x cp x dp.
@@ -48,7 +50,8 @@ def initialize(config: Config) -> torch.device:
         from jetrl_megatron.megatron.gpu import requirements
 
         requirements.check(config)
-    timeout = datetime.timedelta(seconds=config.train.timeout_s)
+    engines = max(config.rollout.start_timeout_s, config.rollout.call_timeout_s) + 2 * MARGIN_S
+    timeout = datetime.timedelta(seconds=max(config.train.timeout_s, engines))
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timeout)
