@@ -42,10 +42,14 @@ def refit(
 ) -> None:
     """Time and bytes of a refit: to an engine on the trainer's GPU, digests included, or as options below say.
 
-    Examples: jetrl bench refit models/Qwen3-8B
-    jetrl bench refit Qwen3-0.6B --cpu --layers 4 --trainer tp=2,pp=2 --replicas 2
-    jetrl bench refit Qwen3-8B --nccl --trainer tp=2 --rollout-tp 2
-    jetrl bench refit Qwen3-235B-A22B --simulate --trainer tp=4,pp=2,ep=8,dp=4 --replicas 32 --rollout-tp 4
+    Examples:
+        jetrl bench refit models/Qwen3-8B
+
+        jetrl bench refit Qwen3-0.6B --cpu --layers 4 --trainer tp=2,pp=2 --replicas 2
+
+        jetrl bench refit Qwen3-8B --nccl --trainer tp=2 --rollout-tp 2
+
+        jetrl bench refit Qwen3-235B-A22B --simulate --trainer tp=4,pp=2,ep=8,dp=4 --replicas 32 --rollout-tp 4
     """
     from jetrl_megatron.config import ConfigError
 
