@@ -24,7 +24,7 @@ def dgrad(tokens: int, in_features: int, out_features: int) -> str:
 def wgrad(tokens: int, out_features: int, in_features: int) -> str:
     """`deepgemm` or `cublaslt` for dW [out, in] summed over `tokens`.
 
-    DeepGEMM is up to 6 % faster than cuBLASLt with a kernel for this number of tokens, and slower without.
+    DeepGEMM is up to 9 % faster than cuBLASLt with a kernel for this number of tokens, and slower without.
     """
     own_kernel = tokens % OWN_KERNEL == 0 and out_features * in_features > 4096 * 4096
     return "deepgemm" if own_kernel else "cublaslt"

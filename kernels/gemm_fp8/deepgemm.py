@@ -66,8 +66,8 @@ def gemm_nt_fp32(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Te
 
 def wgrad_nt(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Tensor:
     """out [M, N] FP32 += A B^T with 1x128 scales of both ([M, K blocks] and [N, K blocks], stride 1 along rows)."""
-    # K is the number of tokens. Compiled in it makes the kernel 4 to 9 % faster, with the same bits, but then every new
-    # length of a micro-batch costs seconds of nvcc.
+    # K is the number of tokens. Compiled in it makes the kernel faster, with the same bits, but then every new length
+    # of a micro-batch costs seconds of nvcc (figures: docs/kernels.md).
     return _add_nt(a, a_scale, b, b_scale, out, "mn" if a.shape[1] % OWN_KERNEL else "nk")
 
 
