@@ -185,12 +185,6 @@ class Importer:
         return found
 
 
-def copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy bytes from each source to its target; on a GPU in few launches."""
-    targets = [target.view(torch.uint8) for target, _ in pairs]
-    torch._foreach_copy_(targets, [source.view(torch.uint8) for _, source in pairs])
-
-
 def uncovered(pairs: Sequence[tuple[Tensor, Tensor]], live: Mapping[str, Tensor]) -> list[str]:
     """Parameters of which the copies leave a part untouched (padding of the vocabulary): they are zeroed once."""
     storages = {p.data_ptr(): name for name, p in live.items()}

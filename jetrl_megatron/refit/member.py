@@ -14,12 +14,13 @@ from jetrl_conversion.layout import Layout, local_shapes
 from jetrl_conversion.model_spec import ModelSpec
 from jetrl_conversion.planner import plan_reshard
 from jetrl_megatron.config import RefitConfig
-from jetrl_megatron.refit.ipc import CudaSegment, copy, published
+from jetrl_megatron.refit.ipc import CudaSegment, published
 from jetrl_megatron.refit.message import TensorSlot, plan_slots, segment_bytes
 from jetrl_megatron.refit.packs import Item
 from jetrl_megatron.refit.peer_to_peer import PeerToPeer
 from jetrl_megatron.refit.peers import Peers, Store
 from jetrl_megatron.refit.places import Places
+from jetrl_megatron.refit.rectangles import copies, copy
 from jetrl_megatron.refit.shm import Segment
 from jetrl_megatron.refit.transports import Moved, SharedMemory, Transport, Ways
 
@@ -163,7 +164,7 @@ class Member:
 
     @torch.no_grad()
     def exchange(self, tensors: Mapping[str, Tensor], *, base: int | None = None, chunk: int = 0) -> Moved:
-        """Move one chunk of a version, by every way; see `Transport.exchange`."""
+        """Move one chunk of a version, by every way; see `Transport.exchange`. When it returns the bytes are there."""
         moved, target = Moved(), self.view if self.landing or self.parameters else None
         if self.chunks > 1:
             # What pads the vocabulary is nobody's, and another chunk's bytes lie there.
@@ -174,7 +175,9 @@ class Member:
             moved += transport.exchange(self.peers, tensors, target, base=base, chunk=chunk)
         for first, *others in self.parameters.values():
             for other in others:
-                copy([(other[name], first[name]) for name in first])
+                copy(copies((other[name], first[name]) for name in first))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         return moved
 
     def view(self, dst: int, name: str) -> Tensor:

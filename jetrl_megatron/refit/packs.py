@@ -18,7 +18,7 @@ from torch import Tensor
 from jetrl_conversion.planner import Plan, Transfer
 from jetrl_megatron.refit.message import SCALE_SUFFIX
 from jetrl_megatron.refit.places import Places
-from jetrl_megatron.refit.rectangles import Rectangle, cut, parts
+from jetrl_megatron.refit.rectangles import Copies, Rectangle, copies, copy, cut, parts
 
 STRIP = 32
 """Bytes compared, and sent, as one in a delta. Packs are whole strips long.
@@ -177,20 +177,16 @@ def target_of(pack: Pack, target: Callable[[int, str], Tensor]) -> Tensor:
     return place.view(-1).view(torch.uint8)
 
 
-Copies = tuple[list[Tensor], list[Tensor]]
-"""Targets and their sources, uint8."""
-
-
 def fill(pack: Pack, buffer: Tensor, tensors: Mapping[str, Tensor]) -> Copies:
     """Of a pack's rectangles, out of a trainer rank's tensors into the uint8 `buffer`."""
-    return _bytes(
+    return copies(
         (_inside(buffer, i, tensors[i.source]), cut(tensors[i.source], i.source_at, i.size)) for i in pack.items
     )
 
 
 def drain(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> Copies:
     """Of a pack's rectangles to their places; `target(destination rank, name)` is the whole tensor there."""
-    return _bytes((place, _inside(buffer, item, place)) for item, place in _places(pack, target))
+    return copies((place, _inside(buffer, item, place)) for item, place in _places(pack, target))
 
 
 def gather(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> Copies:
@@ -201,16 +197,11 @@ def gather(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> 
 
 def deliver(pack: Pack, tensors: Mapping[str, Tensor], target: Callable[[int, str], Tensor]) -> Copies:
     """Of a pack whose sender is its receiver: from tensor to tensor."""
-    return _bytes((place, cut(tensors[i.source], i.source_at, i.size)) for i, place in _places(pack, target))
-
-
-def copy(copies: Copies) -> None:
-    """On a GPU in few launches."""
-    torch._foreach_copy_(*copies)
+    return copies((place, cut(tensors[i.source], i.source_at, i.size)) for i, place in _places(pack, target))
 
 
 def load_copies(device: torch.device) -> None:
-    """Have the kernels of `copy` on a GPU.
+    """Have the kernels of `rectangles.copy` on a GPU.
 
     CUDA loads a kernel at its first launch and waits for all that runs: behind a send to a dead peer that is for ever.
     """
@@ -230,8 +221,3 @@ def _inside(buffer: Tensor, item: Item, like: Tensor) -> Tensor:
     """The rectangle in a pack, with the dtype and number of dimensions of `like`."""
     flat = buffer[item.offset : item.offset + item.nbytes].view(like.dtype)
     return flat if like.dim() == 1 else flat.view(item.size)
-
-
-def _bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
-    found = [(target.view(torch.uint8), source.view(torch.uint8)) for target, source in pairs]
-    return [target for target, _ in found], [source for _, source in found]

@@ -21,11 +21,9 @@ from torch import Tensor
 from jetrl_conversion.planner import Plan
 from jetrl_megatron.refit.packs import (
     STRIP,
-    Copies,
     Far,
     Pack,
     Whole,
-    copy,
     deliver,
     drain,
     fill,
@@ -37,6 +35,7 @@ from jetrl_megatron.refit.packs import (
 )
 from jetrl_megatron.refit.peers import Peers, TransferFailed
 from jetrl_megatron.refit.places import Places
+from jetrl_megatron.refit.rectangles import Copies, copy
 from jetrl_megatron.refit.transports import Moved, Target
 
 BUFFERS = 2
@@ -119,17 +118,18 @@ class PeerToPeer:
             if self._local(pack):
                 assert target is not None
                 copy(deliver(pack, tensors, target))
-            elif pack.straight and pack.src == self.member:
-                transfers.straight(True, source_of(pack, tensors), self.places.receiver(pack.dst))
+            elif pack.src == self.member:
+                receiver = self.places.receiver(pack.dst)
+                if pack.straight:
+                    transfers.straight(True, source_of(pack, tensors), receiver)
+                else:
+                    buffer = transfers.free(True)[: pack.nbytes]
+                    self._copy(fill, pack, buffer, tensors, lambda item: tensors[item.source])
+                    transfers.send(buffer, receiver)
                 moved += Moved(pack.payload, pack.nbytes)
             elif pack.straight:
                 assert target is not None
                 transfers.straight(False, target_of(pack, target), pack.src)
-            elif pack.src == self.member:
-                buffer = transfers.free(True)[: pack.nbytes]
-                self._copy(fill, pack, buffer, tensors, lambda item: tensors[item.source])
-                transfers.send(buffer, self.places.receiver(pack.dst))
-                moved += Moved(pack.payload, pack.nbytes)
             else:
                 assert target is not None
                 buffer = transfers.free(False)[: pack.nbytes]
@@ -207,12 +207,13 @@ class PeerToPeer:
 
 
 class _Ring:
-    """Operations under way, each in a buffer; a buffer is reused when its operation is done, oldest first."""
+    """Operations under way: sends and receives in buffers, which are reused when their operation is done, oldest first,
+    and those without a buffer (None)."""
 
     def __init__(self, peers: Peers | None, buffers: Mapping[bool, list[Tensor]]):
         self.peers, self.buffers = peers, buffers
-        self.busy: dict[bool, list[tuple[dist.Work, Callable[[], None] | None]]] = {True: [], False: []}
-        self.unbuffered: list[dist.Work] = []
+        self.busy: dict[bool | None, list[tuple[dist.Work, Callable[[], None] | None]]]
+        self.busy = {None: [], True: [], False: []}
         self.turn = {True: 0, False: 0}
 
     def free(self, sending: bool) -> Tensor:
@@ -233,22 +234,18 @@ class _Ring:
     def straight(self, sending: bool, tensor: Tensor, peer: int) -> None:
         """Send or receive without a buffer."""
         assert self.peers is not None
-        if len(self.unbuffered) >= UNBUFFERED:
-            self.peers.finish(self.unbuffered.pop(0))
-        self.unbuffered.append((self.peers.send if sending else self.peers.receive)(tensor, peer))
+        if len(self.busy[None]) >= UNBUFFERED:
+            self._finish_oldest(None)
+        self.busy[None].append(((self.peers.send if sending else self.peers.receive)(tensor, peer), None))
 
     def finish(self) -> None:
-        for work in self.unbuffered:
-            assert self.peers is not None
-            self.peers.finish(work)
-        self.unbuffered.clear()
-        for sending in (True, False):
-            while self.busy[sending]:
-                self._finish_oldest(sending)
+        for kind, operations in self.busy.items():
+            while operations:
+                self._finish_oldest(kind)
 
-    def _finish_oldest(self, sending: bool) -> None:
+    def _finish_oldest(self, kind: bool | None) -> None:
         assert self.peers is not None
-        work, then = self.busy[sending].pop(0)
+        work, then = self.busy[kind].pop(0)
         self.peers.finish(work)
         if then is not None:
             then()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from jetrl_conversion.planner import Transfer
@@ -12,6 +13,8 @@ from jetrl_megatron.refit.message import SCALE_SUFFIX
 Rectangle = tuple[int, int]
 Part = tuple[str, Rectangle, Rectangle, str, Rectangle]
 """(source name, its start, size, target name, its start); starts and size in rows and columns."""
+Copies = tuple[list[Tensor], list[Tensor]]
+"""Targets and their sources, uint8: what `copy` takes, to be kept where it is copied again and again."""
 
 
 def parts(transfer: Transfer) -> list[Part]:
@@ -42,3 +45,14 @@ def pairs(
     """(source view, target view) of each part. `target(destination rank, name)` is the whole local tensor there."""
     for source, source_at, size, name, target_at in parts(transfer):
         yield cut(sources[source], source_at, size), cut(target(transfer.dst_rank, name), target_at, size)
+
+
+def copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
+    """The bytes of (target, source) views, pair by pair of equal size."""
+    found = [(target.view(torch.uint8), source.view(torch.uint8)) for target, source in pairs]
+    return [target for target, _ in found], [source for _, source in found]
+
+
+def copy(made: Copies) -> None:
+    """Copy bytes from each source to its target; on a GPU in few launches."""
+    torch._foreach_copy_(*made)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -100,10 +99,7 @@ class Route:
         self, tensors: Mapping[str, Tensor], base: int | None, chunk: int, tables: Tables
     ) -> tuple[Moved, list[str]]:
         def mine() -> Moved:
-            moved = self.member.exchange(tensors, base=base, chunk=chunk)
-            if self.member.device.type == "cuda":
-                torch.cuda.synchronize()
-            return moved
+            return self.member.exchange(tensors, base=base, chunk=chunk)
 
         found = self._together("exchange", (base, chunk, tables), mine)
         total = Moved()

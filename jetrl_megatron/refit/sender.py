@@ -96,7 +96,7 @@ class RefitSender:
             loading: Future[int] | None = None
             for chunk in range(chunks):
                 wire += self.route.move(parameters, version, chunk, self._expose).wire
-                # Engines copy one chunk while the next arrives in the other half of their buffers.
+                # Engines copy one chunk while the next arrives at the other end of their buffers.
                 if loading is not None:
                     loading.result()
                 if self.pool is not None and chunk + 1 < chunks:

@@ -53,8 +53,6 @@ class Host:
         try:
             self.member.adopt(tables)
             self.member.exchange({}, base=base, chunk=chunk)
-            if self.member.device.type == "cuda":
-                torch.cuda.synchronize()
         except SegmentError as error:
             raise TransferFailed(f"member {self.member.member}: {error}") from error
         except torch.AcceleratorError:

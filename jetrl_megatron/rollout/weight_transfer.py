@@ -23,6 +23,7 @@ from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron.refit import ipc
 from jetrl_megatron.refit.digests import Digester
 from jetrl_megatron.refit.message import DTYPES, PLACED, RefitMessage, RefitRefused, check_slots, check_version
+from jetrl_megatron.refit.rectangles import copies, copy
 from jetrl_megatron.refit.shm import Segment
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -91,7 +92,7 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
                 self._padded = ipc.uncovered(sources, live)
             for name in self._padded:  # each time: an engine that slept woke to memory with anything in it
                 live[name].zero_()
-            ipc.copy(sources)
+            copy(copies(sources))
         else:
             for target, source in sources:
                 target.copy_(source)

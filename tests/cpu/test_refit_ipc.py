@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl_megatron.refit import ipc
+from jetrl_megatron.refit import ipc, rectangles
 from jetrl_megatron.refit.shm import SegmentError
 
 SEGMENT = ipc.PREFIX + "table"
@@ -27,7 +27,7 @@ def test_rectangles_arrive_and_padding_is_found() -> None:
     live = {"qkv": torch.zeros(256, 128).to(torch.float8_e4m3fn), "norm": torch.full((8,), 7.0).bfloat16()}
     pairs = _importer(sources, copies).pairs(SEGMENT, 0, live)
     assert ipc.uncovered(pairs, live) == ["norm"]
-    ipc.copy(pairs)
+    rectangles.copy(rectangles.copies(pairs))
     swapped = torch.cat([sources["w"][128:].float(), sources["w"][:128].float()])
     assert torch.equal(live["qkv"].float(), swapped)
     assert live["norm"].tolist() == [7, 7, 0, 1, 2, 3, 4, 5]
@@ -38,7 +38,7 @@ def test_views_are_made_anew_when_a_parameter_has_moved() -> None:
     importer = _importer(sources, [("w", (0, 0), (4, 4), "x", (0, 0))])
     first, second = {"x": torch.zeros(4, 4)}, {"x": torch.zeros(4, 4)}
     for live in (first, first, second):
-        ipc.copy(importer.pairs(SEGMENT, 0, live))
+        rectangles.copy(rectangles.copies(importer.pairs(SEGMENT, 0, live)))
     assert torch.equal(first["x"], sources["w"]) and torch.equal(second["x"], sources["w"])
 
 

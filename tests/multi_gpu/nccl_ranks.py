@@ -52,7 +52,6 @@ class End:
 
     def move(self) -> None:
         self.member.exchange(self.tensors)
-        torch.cuda.synchronize()
 
     def digests(self) -> dict[str, int]:
         layout, held = (REPLICA, self.member.parameters[0][0]) if self.rank else (SOURCE, self.tensors)
