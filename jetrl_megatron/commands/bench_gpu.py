@@ -120,7 +120,7 @@ def measure_rollout(s: dict) -> dict:
     own_process = s.get("own_process", not ours)
     set_environment(own_process, ours=ours)
     length, most = s["prompt"] + s["new"], max(s["sequences"])
-    llm = _our_llm(s, length, most) if ours else _stock_llm(s, length, most)
+    llm = _our_llm(s, length, most) if ours else stock_llm(s, length, most)
     llm.apply_model(random_parameters)
     wait_for_turn(s)
     found: dict = {"own_process": own_process, "rounds": {}}
@@ -174,7 +174,8 @@ def rollout_seconds(llm: Any, count: int, prompt: int, new: int, round_: int) ->
     return seconds
 
 
-def _stock_llm(s: dict, length: int, most: int):
+def stock_llm(s: dict, length: int, most: int, **options: Any):
+    """vLLM without our plug-in, dummy weights; `options` as LLM takes them."""
     from vllm import LLM
 
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -192,6 +193,7 @@ def _stock_llm(s: dict, length: int, most: int):
         hf_overrides={"quantization_config": block} if s["engine"] == "vllm-fp8" else {},
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
+        **options,
     )
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
-import sys
-import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jetrl_megatron.commands.bench_gpu import child, need_gpu, timed, wait_for_turn
+from jetrl_megatron.commands.bench_gpu import child, need_gpu
 
 if TYPE_CHECKING:
     from jetrl_conversion.layout import Layout
@@ -40,7 +36,8 @@ def refit(
     nvlink: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU within its node.")] = 450.0,
     network: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU to other nodes.")] = 50.0,
 ) -> None:
-    """Time and bytes of a refit: to an engine on the trainer's GPU, digests included, or as options below say.
+    """Time and bytes of a refit: to an engine on the trainer's GPU, digests included, beside stock vLLM's way; or as
+    options below say.
 
     Examples:
         jetrl bench refit models/Qwen3-8B
@@ -65,9 +62,11 @@ def refit(
     if nccl or not given:
         need_gpu()
     if not given:
-        result = child(__name__, "gpu", {"model": str(Path(model).absolute()), "rounds": rounds})
+        settings = {"model": str(Path(model).absolute()), "rounds": rounds, "usual": True}
+        result = child("jetrl_megatron.commands.bench_refit_gpu", "ours", settings)
         for name, value in result.items():
             print(f"{name:28} {value}")
+        print(f"gather, send BF16, quantize in a stock engine: {result['usual_over_ours']:.1f} times as long")
         print(json.dumps(result))
         return
     config = _config(model, layers)
@@ -152,92 +151,3 @@ def _simulate(spec, source, replica, replicas: int, colocated: bool, gpus: int, 
     for name, value in (("BF16", s.gather), ("FP8", s.gather_fp8)):
         ratio = f", {value / s.seconds:.1f} times as long" if s.seconds else ""
         print(f"gather whole {name} tensors on one GPU and broadcast them: at least {value:.4f} s{ratio}")
-
-
-def measure(s: dict) -> dict:
-    """Seconds of a colocated refit (load, both digests, comparison), and of cloning BF16 and requantizing.
-
-    With `landing` bytes go through a buffer on the GPU in chunks, as those that come from another node do.
-    """
-    import torch
-
-    from jetrl_conversion.model_spec import load_model_spec
-    from jetrl_kernels.quant_weight import quant_weight
-    from jetrl_megatron.commands import one_rank
-    from jetrl_megatron.config import Config, ModelConfig, RolloutConfig, TrainConfig
-    from jetrl_megatron.layouts import fp8_tensors
-    from jetrl_megatron.megatron.model import fp8_layers
-    from jetrl_megatron.refit.sender import RefitSender
-    from jetrl_megatron.refit.transports import Way, Ways
-    from jetrl_megatron.rollout.client import RolloutEngine
-    from jetrl_megatron.rollout.pool import EnginePool
-    from jetrl_megatron.rollout.types import Sampling
-
-    config = Config(
-        model=ModelConfig(path=s["model"], max_length=512),
-        rollout=RolloutConfig(
-            max_num_seqs=32, gpu_memory_utilization=0.0, memory_gib=4.0, start_timeout_s=600.0,
-            enforce_eager=s.get("eager", False),
-        ),
-        train=TrainConfig(device="cuda"),
-    )  # fmt: skip
-    spec = load_model_spec(s["model"])
-    with tempfile.TemporaryDirectory() as folder:
-        engine = RolloutEngine(s["model"], config, quantized=fp8_tensors(spec, config), output=Path(folder), cpu=False)
-        pool = EnginePool([engine])
-        pool.start()
-        try:
-            trainer, spec = one_rank.trainer_of(config, training=False)
-            if s.get("landing"):
-                config.refit.staging_mib = s["landing"]
-                Ways.of = lambda *_: Way("nccl", "to measure it")  # type: ignore[method-assign]
-            sender = RefitSender(trainer, pool)
-            sender.send()
-            sampling = Sampling(temperature=1.0, max_tokens=64, stop_token_ids=())
-            prompts = [[7 + i, 11, 13, 17] for i in range(16)]
-            first = pool.generate(prompts, list(range(16)), sampling)
-            wait_for_turn(s)
-            refits, cycles, free, equal = [], [], [], True
-            for _ in range(s["rounds"]):
-                trainer.version += 1
-                refits.append(sender.send().seconds)
-            for _ in range(s.get("cycles", 3)):
-                started = time.perf_counter()
-                pool.sleep()
-                slept = time.perf_counter() - started
-                trainer.version += 1
-                cycles.append(slept + sender.send().seconds)
-                again = pool.generate(prompts, list(range(16)), sampling)
-                equal &= all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in zip(first, again))
-                free.append(torch.cuda.mem_get_info()[0])
-
-            def requantize() -> None:
-                for layer in fp8_layers(trainer.model).values():
-                    gathered = layer.weight.detach().clone()
-                    fresh = quant_weight(gathered, "pow2")
-                    assert layer.qweight is not None
-                    layer.qweight.codes.copy_(fresh.codes)
-                    layer.qweight.scale.copy_(fresh.scale)
-
-            quantize = statistics.median(timed(trainer.quantize) for _ in range(3))
-            usual = statistics.median(timed(requantize) for _ in range(3))
-            return {
-                "refit_seconds": statistics.median(refits),
-                "refit_seconds_all": refits,
-                "refit_bytes": sender.plan.total_bytes,
-                "chunks": sender.member.chunks,
-                "quantize_seconds": quantize,
-                "clone_and_requantize_seconds": usual,
-                "sleep_wake_refit_seconds": statistics.median(cycles),
-                "output_unchanged": equal,
-                "free_bytes_drift": free[-1] - free[min(1, len(free) - 1)],
-            }
-        finally:
-            pool.close()
-
-
-if __name__ == "__main__":
-    import os
-
-    print(json.dumps(measure(json.loads(sys.argv[2]))), flush=True)
-    os._exit(0)

@@ -9,18 +9,16 @@ and must equal the first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from jetrl_conversion.layout import Layout, pieces
 from jetrl_conversion.model_spec import ModelSpec
-from jetrl_kernels.digest import combine, digest_tensor
+from jetrl_kernels.digest import Digests, Shard, combine
 from jetrl_kernels.formats import BLOCK
 from jetrl_megatron.refit.message import SCALE_SUFFIX
-from jetrl_megatron.refit.rectangles import cut
+from jetrl_megatron.refit.rectangles import Rectangle, cut
 
 
 def rank_digests(
@@ -50,8 +48,9 @@ class Digester:
         self._pieces = list(zip(pieces(spec, layout, rank), _copies(spec, layout, rank)))
         self._names = list(dict.fromkeys(piece.local_name for piece, _ in self._pieces))
         self._shapes = {piece.hf_name: spec.tensors()[piece.hf_name].shape for piece, _ in self._pieces}
-        self._runs: dict[str, list[_Run]] = {}
         self._places: list[tuple] = []
+        self._tensors: list[str] = []
+        self._digests = Digests([], 0)
 
     def __call__(self, parameters: Mapping[str, Tensor] | Callable[[str], Tensor | None]) -> dict[str, int]:
         """See `rank_digests`."""
@@ -64,67 +63,41 @@ class Digester:
                     found[key] = tensor
         places = [(key, t.data_ptr(), t.shape, t.stride(), t.dtype) for key, t in found.items()]
         if places != self._places:
-            self._runs, self._places = self._of(found), places
-        # One wait for the device, not one for each part.
-        parts = [run.digest() for runs in self._runs.values() for run in runs]
-        values = iter(torch.stack(parts).tolist() if parts else ())
-        return {name: combine([next(values) for _ in runs]) for name, runs in self._runs.items()}
+            self._tensors, self._digests = self._of(found)
+            self._places = places
+        return dict(zip(self._tensors, self._digests()))
 
-    def _of(self, parameters: Mapping[str, Tensor]) -> dict[str, list[_Run]]:
-        runs: dict[str, list[_Run]] = {}
+    def _of(self, parameters: Mapping[str, Tensor]) -> tuple[list[str], Digests]:
+        """Names of what is digested, and their digests."""
+        shards: list[Shard] = []
+        numbers: dict[str, int] = {}
+
+        def add(name: str, tensor: Tensor, at: Rectangle, size: Rectangle, hf: Rectangle, shape: Sequence[int]) -> None:
+            """The `size` block at `at` of a local tensor, at its place `hf` in the global tensor of `shape`."""
+            block, number = cut(tensor, at, size), numbers.setdefault(name, len(numbers))
+            # A 1-D tensor is one row to the digest, a column of n x 1 to the layout.
+            row0, col0, columns = (0, hf[0], shape[0]) if block.dim() == 1 else (*hf, shape[1])
+            shards.append(Shard(number, block, row0, col0, columns))
+
         for piece, copy in self._pieces:
             tensor = parameters.get(piece.local_name)
             if tensor is None:
                 raise KeyError(f"{piece.local_name}: no such parameter on {self.where}")
             suffix = f"#{copy}" if copy else ""
             place = (piece.local_start, piece.size, piece.hf_start, self._shapes[piece.hf_name])
-            _add(runs.setdefault(piece.hf_name + suffix, []), tensor, *place)
+            add(piece.hf_name + suffix, tensor, *place)
             scales = parameters.get(piece.local_name + SCALE_SUFFIX)
             if scales is not None:
                 if any(start % BLOCK for start in (*piece.local_start, *piece.hf_start)):
                     raise ValueError(f"{piece.hf_name}: {piece} does not start on the {BLOCK}x{BLOCK} grid")
-                tiles = (tuple(-(-n // BLOCK) for n in pair) for pair in place)
-                _add(runs.setdefault(piece.hf_name + SCALE_SUFFIX + suffix, []), scales, *tiles)
-        return runs
+                add(piece.hf_name + SCALE_SUFFIX + suffix, scales, *map(_tiles, place))
+        return list(numbers), Digests(shards, len(numbers))
 
 
-@dataclass
-class _Run:
-    """Blocks of one tensor that follow each other row by row in the global tensor: one digest for all of them.
-
-    Megatron interleaves q, k and v by KV group; a digest for each block would be a kernel launch for each.
-    """
-
-    hf: tuple[int, ...]
-    shape: tuple[int, ...]
-    blocks: list[Tensor]
-    end: int
-
-    def digest(self) -> Tensor:
-        block = self.blocks[0]
-        if len(self.blocks) > 1:
-            block = torch.cat([b.view(torch.uint8) for b in self.blocks]).view(block.dtype)
-        if block.dim() == 1:  # one row to the digest, a column of n x 1 to the layout
-            return digest_tensor(block, col0=self.hf[0], global_cols=self.shape[0])
-        return digest_tensor(block, row0=self.hf[0], col0=self.hf[1], global_cols=self.shape[1])
-
-
-def _add(
-    runs: list[_Run],
-    tensor: Tensor,
-    at: tuple[int, ...],
-    size: tuple[int, ...],
-    hf: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> None:
-    """Add the `size` block at `at` of a local tensor, at its place `hf` in the global tensor of `shape`."""
-    block = cut(tensor, at, size)  # type: ignore[arg-type]
-    last = runs[-1] if runs else None
-    if last is not None and (last.end, last.hf[1], last.blocks[0].shape[1:]) == (hf[0], hf[1], block.shape[1:]):
-        last.blocks.append(block)
-        last.end += size[0]
-    else:
-        runs.append(_Run(hf, shape, [block], hf[0] + size[0]))
+def _tiles(pair: Sequence[int]) -> tuple[int, int]:
+    """A place or size counted in elements, in tiles."""
+    rows, columns = pair
+    return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 @functools.lru_cache(maxsize=64)

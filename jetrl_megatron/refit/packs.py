@@ -191,8 +191,7 @@ def drain(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> C
 
 def gather(pack: Pack, buffer: Tensor, target: Callable[[int, str], Tensor]) -> Copies:
     """The reverse of `drain`: a pack as its receiver holds it now."""
-    places, parts = drain(pack, buffer, target)
-    return parts, places
+    return [(parts, places) for places, parts in drain(pack, buffer, target)]
 
 
 def deliver(pack: Pack, tensors: Mapping[str, Tensor], target: Callable[[int, str], Tensor]) -> Copies:
@@ -207,8 +206,8 @@ def load_copies(device: torch.device) -> None:
     """
     if device.type == "cuda":
         one, other = torch.zeros((2, 64, 64), dtype=torch.uint8, device=device)
-        copy(([one, one], [other, other]))
-        copy(([one[:, :32]], [other[:, 32:]]))
+        words, bytes_ = (one, other), (one.view(-1)[1:], other.view(-1)[1:])
+        copy(copies([words, words, bytes_, bytes_, (one[:, :32], other[:, 32:]), (one[:, :31], other[:, 32:63])]))
         torch.cuda.synchronize(device)
 
 

@@ -23,7 +23,7 @@ from jetrl_conversion.model_spec import load_model_spec
 from jetrl_megatron.refit import ipc
 from jetrl_megatron.refit.digests import Digester
 from jetrl_megatron.refit.message import DTYPES, PLACED, RefitMessage, RefitRefused, check_slots, check_version
-from jetrl_megatron.refit.rectangles import copies, copy
+from jetrl_megatron.refit.rectangles import Copies, copies, copy
 from jetrl_megatron.refit.shm import Segment
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -61,7 +61,9 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         self._pending: RefitMessage | None = None
         self._segment: Segment | ipc.CudaSegment | None = None
         self._importer = ipc.Importer()
-        self._padded: list[str] | None = None
+        self._sources: list[tuple[Tensor, Tensor]] = []
+        self._copies: Copies = []
+        self._padded: list[str] = []
         self._table: str | None = None
         self.digester: Digester | None = None
 
@@ -88,11 +90,12 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
         self._pending, self.version = message, None
         if message.segments[self.parallel_config.rank].startswith(ipc.PREFIX):
             live = self.parameters
-            if self._padded is None:
+            if self._sources is not sources:  # thousands of views, made once as long as nothing moves
+                self._sources, self._copies = sources, copies(sources)
                 self._padded = ipc.uncovered(sources, live)
             for name in self._padded:  # each time: an engine that slept woke to memory with anything in it
                 live[name].zero_()
-            copy(copies(sources))
+            copy(self._copies)
         else:
             for target, source in sources:
                 target.copy_(source)
@@ -154,6 +157,7 @@ class SegmentWeightTransferEngine(WeightTransferEngine[SegmentInit, SegmentUpdat
     def shutdown(self) -> None:
         self._segment = None
         self._importer = ipc.Importer()
+        self._sources, self._copies = [], []
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:

@@ -9,11 +9,16 @@ cryptography.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from jetrl_kernels import cuda_lib
 from jetrl_kernels.digest import reference
 
-__all__ = ["combine", "digest", "digest_tensor"]
+__all__ = ["Digests", "Shard", "combine", "digest", "digest_tensor"]
 
 _MASK = (1 << 64) - 1
 
@@ -34,6 +39,63 @@ def digest(t: Tensor, *, row0: int = 0, col0: int = 0, global_cols: int | None =
 
 def digest_tensor(t: Tensor, *, row0: int = 0, col0: int = 0, global_cols: int | None = None) -> Tensor:
     """As `digest`, but a 0-dim int64 (the same 64 bits) on `t`'s device, without waiting for it."""
+    t = _matrix(t, row0, col0, global_cols)
+    if t.is_cuda:
+        from jetrl_kernels.digest import kernel
+
+        return kernel.digest_tensor(t, row0, col0)
+    return reference.digest_tensor(t, row0, col0)
+
+
+class Shard(NamedTuple):
+    """A shard of a tensor, at its place there; see `digest`."""
+
+    tensor: int
+    """Number of the tensor that it belongs to."""
+    t: Tensor
+    row0: int
+    col0: int
+    global_cols: int
+
+
+class Digests:
+    """Digests of tensors from shards that stay where they are, to be taken time after time.
+
+    On a Hopper GPU all of them together cost a few launches, and one wait.
+
+    Args:
+        shards: disjoint ones of tensors 0 to `count` - 1, all on one device; elements of a row are contiguous.
+
+    Raises:
+        ValueError: as `digest`, and rows that are not contiguous.
+    """
+
+    def __init__(self, shards: Iterable[Shard], count: int):
+        self._shards = [s._replace(t=_matrix(s.t, s.row0, s.col0, s.global_cols)) for s in shards]
+        self._count, self._many = count, None
+        if torn := [s for s in self._shards if s.t.stride(1) != 1 and s.t.shape[1] > 1]:
+            raise ValueError(f"elements of a row lie {torn[0].t.stride(1)} apart, not side by side")
+        filled = [s for s in self._shards if s.t.numel()]
+        if filled and filled[0].t.is_cuda and cuda_lib.available():
+            from jetrl_kernels.digest import kernel
+
+            # A single column may have any stride between its elements.
+            raw = [(s, s.t.as_strided(s.t.shape, (s.t.stride(0), 1)).view(torch.uint8)) for s in filled]
+            parts = [(s.tensor, t, s.row0, s.col0 * s.t.element_size()) for s, t in raw]
+            self._many = kernel.Many(parts, count, filled[0].t.device)
+
+    def __call__(self) -> list[int]:
+        """The digest of each tensor, of the bytes that its shards hold now. Waits for the device."""
+        if self._many is not None:
+            return [value & _MASK for value in self._many().tolist()]
+        found = [0] * self._count
+        for tensor, t, row0, col0, _ in self._shards:
+            found[tensor] = combine([found[tensor], digest(t, row0=row0, col0=col0)])
+        return found
+
+
+def _matrix(t: Tensor, row0: int, col0: int, global_cols: int | None) -> Tensor:
+    """`t` as [rows, cols]. Raises ValueError: it does not lie within a tensor of `global_cols` columns."""
     t = t.detach()
     if t.dim() <= 1:
         t = t.reshape(1, -1)
@@ -43,11 +105,7 @@ def digest_tensor(t: Tensor, *, row0: int = 0, col0: int = 0, global_cols: int |
         raise ValueError(f"digest offsets must not be negative: row0={row0}, col0={col0}")
     if global_cols is not None and col0 + t.shape[1] > global_cols:
         raise ValueError(f"columns {col0}..{col0 + t.shape[1]} lie outside of a tensor of {global_cols} columns")
-    if t.is_cuda:
-        from jetrl_kernels.digest import kernel
-
-        return kernel.digest_tensor(t, row0, col0)
-    return reference.digest_tensor(t, row0, col0)
+    return t
 
 
 def combine(parts: list[int]) -> int:

@@ -40,8 +40,8 @@ __device__ __forceinline__ void words_of(const u32 (&v)[4], u32 bits, u32 (&w)[W
 #endif
 }
 
-__device__ __forceinline__ u64 digest_of_thread(const Arguments& a) {
-    const u32 index = blockIdx.x * 256 + threadIdx.x, piece = index % a.pieces, rest = index / a.pieces;
+__device__ __forceinline__ u64 digest_of_thread(const Arguments& a, u32 block) {
+    const u32 index = block * 256 + threadIdx.x, piece = index % a.pieces, rest = index / a.pieces;
     const u32 start = rest % a.period + rest / a.period * a.period * EACH;
     if (start >= a.rows) return 0;
     const unsigned char* row = a.t + start * a.stride;
@@ -92,9 +92,9 @@ __device__ __forceinline__ u64 digest_of_thread(const Arguments& a) {
     return total;
 }
 
-extern "C" __global__ void __launch_bounds__(256) digest(const __grid_constant__ Arguments a) {
+__device__ __forceinline__ void add_block(const Arguments& a, u32 block) {
     __shared__ u64 sums[8];
-    u64 total = digest_of_thread(a);
+    u64 total = digest_of_thread(a, block);
 #pragma unroll
     for (int step = 16; step; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
     if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = total;
@@ -103,4 +103,17 @@ extern "C" __global__ void __launch_bounds__(256) digest(const __grid_constant__
 #pragma unroll
     for (int w = 1; w < 8; ++w) total += sums[w];
     atomicAdd(a.out, total);  // modulo 2**64: the order does not matter
+}
+
+extern "C" __global__ void __launch_bounds__(256) digest(const __grid_constant__ Arguments a) { add_block(a, blockIdx.x); }
+
+struct Many {
+    const Arguments* parts;
+    const uint2* blocks;  // for each block its part, and its number within
+};
+
+extern "C" __global__ void __launch_bounds__(256) digest_many(const __grid_constant__ Many m) {
+    const uint2 block = m.blocks[blockIdx.x];
+    const Arguments a = m.parts[block.x];
+    add_block(a, block.y);
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -24,6 +25,8 @@ EACH, UNROLL = 64, 8
 
 _PACK = struct.Struct("2P4q3I4x").pack
 """`struct Arguments` of `digest.cu`: pointers t, out; 64-bit stride, row0, first, count; 32-bit rows, pieces, period"""
+_PACK_MANY = struct.Struct("2P").pack
+"""`struct Many`: pointers parts, blocks"""
 
 
 @triton.jit(do_not_specialize=["row0", "unit0", "loop"])
@@ -105,23 +108,62 @@ def digest_tensor(t: Tensor, row0: int, col0: int) -> Tensor:
     return partial.sum()
 
 
+class Many:
+    """Digests of parts that stay where they are on one GPU, time after time, in one launch for each kernel variant.
+
+    Args:
+        parts: (which sum it counts for, uint8 [rows, count] contiguous in rows, row0, its first byte in the row).
+        sums: how many sums there are.
+    """
+
+    def __init__(self, parts: Iterable[tuple[int, Tensor, int, int]], sums: int, device: torch.device):
+        self._sums = torch.zeros(sums, dtype=torch.int64, device=device)
+        variants: dict[cuda_lib.Kernel, tuple[list[bytes], list[int]]] = {}
+        for index, raw, row0, first in parts:
+            variant, blocks, arguments = _launch(raw, row0, first, self._sums.data_ptr() + 8 * index)
+            together = variants.setdefault(_cuda_kernel("digest_many", *variant), ([], []))
+            together[0].append(arguments)
+            together[1].append(blocks)
+        self._launches = []
+        for kernel, (arguments, counts) in variants.items():
+            blocks = torch.tensor(counts)
+            owner = torch.repeat_interleave(blocks)
+            within = torch.arange(len(owner)) - (blocks.cumsum(0) - blocks)[owner]
+            tables = torch.frombuffer(bytearray(b"".join(arguments)), dtype=torch.uint8).to(device)
+            index = torch.stack([owner, within], 1).int().to(device)
+            self._launches.append((kernel, len(owner), _PACK_MANY(tables.data_ptr(), index.data_ptr()), tables, index))
+
+    def __call__(self) -> Tensor:
+        """int64 [sums], overwritten by the next call."""
+        self._sums.zero_()
+        for kernel, blocks, arguments, *_ in self._launches:
+            kernel.launch(blocks, arguments, self._sums.device)
+        return self._sums
+
+
 @functools.cache
-def _cuda_kernel(shifted: bool, each: int) -> cuda_lib.Kernel:
+def _cuda_kernel(name: str, shifted: bool, each: int) -> cuda_lib.Kernel:
     macros = {"SHIFTED": int(shifted), "EACH": each, "UNROLL": min(each, UNROLL), "POW2": 1}
-    return cuda_lib.Kernel(cuda_lib.source("digest/digest.cu"), "digest", macros, 256)
+    return cuda_lib.Kernel(cuda_lib.source("digest/digest.cu"), name, macros, 256)
 
 
 def _digest_bytes(raw: Tensor, row0: int, first: int) -> Tensor:
     """Digest of uint8 [rows, count], contiguous in rows, whose first byte is byte `first` of the global row `row0`."""
+    out = torch.zeros((), dtype=torch.int64, device=raw.device)
+    variant, blocks, arguments = _launch(raw, row0, first, out.data_ptr())
+    _cuda_kernel("digest", *variant).launch(blocks, arguments, raw.device)
+    return out
+
+
+def _launch(raw: Tensor, row0: int, first: int, out: int) -> tuple[tuple[bool, int], int, bytes]:
+    """Kernel variant (shifted, each), blocks and arguments that add the digest of `raw` to the number at `out`."""
     rows, count = raw.shape
     stride = raw.stride(0) if rows > 1 else 0
     # Rows whose addresses agree modulo 16 repeat with this period.
     period = min(rows, 16 // math.gcd(stride % 16, 16)) if stride % 16 else 1
     words = stride % 4 == 0 and (first - raw.data_ptr()) % 4 == 0
     pieces = (count + 15 + 15) // 16 if period > 1 else (raw.data_ptr() % 16 + count + 15) // 16
-    each = min(EACH, max(4, triton.next_power_of_2(triton.cdiv(rows, period))))
-    threads = pieces * period * triton.cdiv(rows, period * each)
-    out = torch.zeros((), dtype=torch.int64, device=raw.device)
-    arguments = _PACK(raw.data_ptr(), out.data_ptr(), stride, row0, first, count, rows, pieces, period)
-    _cuda_kernel(not words, each).launch(triton.cdiv(threads, 256), arguments, raw.device)
-    return out
+    each = min(EACH, max(4, 1 << (-(-rows // period) - 1).bit_length()))
+    threads = pieces * period * -(-rows // (period * each))
+    arguments = _PACK(raw.data_ptr(), out, stride, row0, first, count, rows, pieces, period)
+    return (not words, each), -(-threads // 256), arguments

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jetrl_kernels.digest import combine, digest
+from jetrl_kernels.digest import Digests, Shard, combine, digest
 from jetrl_kernels.quant_weight import quant_weight
 
 
@@ -98,3 +98,16 @@ def test_errors_name_what_is_wrong():
         digest(torch.zeros(2, 2, 2))
     with pytest.raises(ValueError, match=r"columns 3\.\.7 lie outside of a tensor of 6 columns"):
         digest(torch.zeros(2, 4), col0=3, global_cols=6)
+
+
+def test_many_tensors_are_digested_from_shards_that_change():
+    whole = [torch.randn(40, 12).bfloat16(), torch.randn(7), torch.empty(0, 5)]
+    cut = [Shard(0, whole[0][:, :5], 0, 0, 12), Shard(0, whole[0][30:, 5:], 30, 5, 12)]
+    shards = [*cut, Shard(1, whole[1], 0, 0, 7), Shard(0, whole[0][:30, 5:], 0, 5, 12), Shard(2, whole[2], 0, 0, 5)]
+    digests = Digests(shards, 4)
+    for _ in range(2):
+        assert digests() == [digest(whole[0]), digest(whole[1]), 0, 0]
+        whole[0][3, 4] += 1
+        whole[1].neg_()
+    with pytest.raises(ValueError, match="lie 12 apart"):
+        Digests([Shard(0, whole[0].T, 0, 0, 40)], 1)

@@ -38,7 +38,7 @@ def kernels():
     yield tile_quant._kernel("norm", "pow2", 3, ROW=1, COL=1, RESIDUAL=1)
     yield tile_quant._kernel("weight", "fp32", 3, ROW=1, COL=1, BF16OUT=1, SOURCE=2)
     yield norm._backward(4096, True)[0]
-    yield digest._cuda_kernel(True, 32)
+    yield digest._cuda_kernel("digest_many", True, 32)
 
 
 def test_cuda_sources_compile(monkeypatch, tmp_path):

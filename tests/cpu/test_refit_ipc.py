@@ -33,6 +33,24 @@ def test_rectangles_arrive_and_padding_is_found() -> None:
     assert live["norm"].tolist() == [7, 7, 0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_any_rectangles_arrive_whatever_their_alignment(seed: int) -> None:
+    # Whole words, odd bytes, column cuts, single rows: copied in groups of one kind.
+    random = torch.Generator().manual_seed(seed)
+    source, target = torch.randint(0, 256, (2, 96, 128), generator=random, dtype=torch.uint8)
+    wanted, pairs = target.clone(), []
+    for row in range(0, 96, 8):
+        left, width, step = (int(n) for n in torch.randint(1, 40, (3,), generator=random))
+        left, width = ((0, 128), (8 * (left % 4), 64), (left, width))[row // 8 % 3]
+        rows = slice(row, row + 1 + step % 8)
+        pairs.append((target[rows, left : left + width], source[rows, left : left + width]))
+        wanted[rows, left : left + width] = source[rows, left : left + width]
+    made = rectangles.copies(pairs)
+    rectangles.copy(made)
+    assert torch.equal(target, wanted)
+    assert 1 < len(made) <= 4
+
+
 def test_views_are_made_anew_when_a_parameter_has_moved() -> None:
     sources = {"w": torch.ones(4, 4)}
     importer = _importer(sources, [("w", (0, 0), (4, 4), "x", (0, 0))])

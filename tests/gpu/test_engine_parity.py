@@ -50,13 +50,13 @@ def test_trainer_equals_engine(mode: str, model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_refits_and_sleep_keep_the_output(model: Path) -> None:
-    result = _run("bench_refit", "gpu", json.dumps({"model": str(model), "rounds": 3, "cycles": 20}))
+    result = _run("bench_refit_gpu", "ours", json.dumps({"model": str(model), "rounds": 3, "cycles": 20}))
     assert result["output_unchanged"]
     assert result["free_bytes_drift"] >= -(64 << 20)
 
 
 def test_refit_through_a_buffer_in_chunks(model: Path) -> None:
     """What comes from another node lands on the GPU a chunk at a time; here trainer and receiver are one process."""
-    result = _run("bench_refit", "gpu", json.dumps({"model": str(model), "rounds": 2, "cycles": 2, "landing": 1}))
+    result = _run("bench_refit_gpu", "ours", json.dumps({"model": str(model), "rounds": 2, "cycles": 2, "landing": 1}))
     assert result["chunks"] > 1
     assert result["output_unchanged"]

@@ -161,6 +161,23 @@ def test_digest_of_any_alignment(dtype):
             assert int(kernel.digest_tensor(there, 1, cut)) == int(reference.digest_tensor(part, 1, cut))
 
 
+def test_many_digests_are_those_of_the_cpu():
+    from jetrl_kernels.digest import Digests, Shard, digest
+
+    torch.manual_seed(4)
+    sizes = [(1, 1), (3, 5), (20, 50)] if INTERPRETED else [(1, 4096), (3, 5), (999, 1030), (512, 4096), (32, 32)]
+    wanted, held = [], []
+    for number, (rows, cols) in enumerate(sizes):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+            t = torch.randint(0, 250, (rows, cols)).to(dtype)
+            there, r, c = t.to(DEVICE), rows // 2, cols // 3
+            for part, row0, col0 in ((there[:r], 0, 0), (there[r:, :c], r, 0), (there[r:, c:], r, c)):
+                held.append(Shard(3 * number + len(wanted) % 3, part, row0, col0, cols))
+            wanted.append(digest(t))
+    digests = Digests(held, len(wanted))
+    assert digests() == wanted == digests()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", [101, 9000])
 def test_logprob_chunk(dtype, vocab):

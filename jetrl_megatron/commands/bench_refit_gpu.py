@@ -1,0 +1,171 @@
+"""What `jetrl bench refit MODEL` runs: a refit to an engine on the trainer's GPU, and the usual way beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from jetrl_conversion.layout import pieces
+from jetrl_conversion.model_spec import load_model_spec
+from jetrl_megatron.commands import one_rank
+from jetrl_megatron.commands.bench_gpu import stock_llm, timed, wait_for_turn
+from jetrl_megatron.config import Config, ModelConfig, RolloutConfig, TrainConfig
+from jetrl_megatron.layouts import fp8_tensors, trainer_layout
+from jetrl_megatron.megatron.trainer import Trainer
+from jetrl_megatron.refit import ipc, rectangles
+from jetrl_megatron.refit.sender import RefitSender
+from jetrl_megatron.refit.transports import Way, Ways
+from jetrl_megatron.rollout.client import RolloutEngine
+from jetrl_megatron.rollout.environment import engine_environment
+from jetrl_megatron.rollout.pool import EnginePool
+from jetrl_megatron.rollout.types import Sampling
+
+MODULE = "jetrl_megatron.commands.bench_refit_gpu"
+DONE = "weights loaded\n"
+
+
+def measure(s: dict) -> dict:
+    """Seconds of a colocated refit (load, both digests, comparison) and, with `usual`, of the usual way.
+
+    With `landing` bytes go through a buffer on the GPU in chunks, as those that come from another node do.
+    """
+    config = Config(
+        model=ModelConfig(path=s["model"], max_length=512),
+        rollout=RolloutConfig(
+            max_num_seqs=32, gpu_memory_utilization=0.0, memory_gib=4.0, start_timeout_s=600.0,
+            enforce_eager=s.get("eager", False),
+        ),
+        train=TrainConfig(device="cuda"),
+    )  # fmt: skip
+    spec = load_model_spec(s["model"])
+    with tempfile.TemporaryDirectory() as folder:
+        engine = RolloutEngine(s["model"], config, quantized=fp8_tensors(spec, config), output=Path(folder), cpu=False)
+        pool = EnginePool([engine])
+        pool.start()
+        try:
+            trainer, spec = one_rank.trainer_of(config, training=False)
+            if s.get("landing"):
+                config.refit.staging_mib = s["landing"]
+                Ways.of = lambda *_: Way("nccl", "to measure it")  # type: ignore[method-assign]
+            sender = RefitSender(trainer, pool)
+            sender.send()
+            sampling = Sampling(temperature=1.0, max_tokens=64, stop_token_ids=())
+            prompts = [[7 + i, 11, 13, 17] for i in range(16)]
+            first = pool.generate(prompts, list(range(16)), sampling)
+            wait_for_turn(s)
+            refits, cycles, free, equal = [], [], [], True
+            for _ in range(s["rounds"]):
+                trainer.version += 1
+                refits.append(sender.send().seconds)
+            for _ in range(s.get("cycles", 3)):
+                started = time.perf_counter()
+                pool.sleep()
+                slept = time.perf_counter() - started
+                trainer.version += 1
+                cycles.append(slept + sender.send().seconds)
+                again = pool.generate(prompts, list(range(16)), sampling)
+                equal &= all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in zip(first, again))
+                free.append(torch.cuda.mem_get_info()[0])
+
+            seconds = statistics.median(refits)
+            found = {
+                "refit_seconds": seconds,
+                "refit_seconds_all": refits,
+                "refit_bytes": sender.plan.total_bytes,
+                "chunks": sender.member.chunks,
+                "quantize_seconds": statistics.median(timed(trainer.quantize) for _ in range(3)),
+                "sleep_wake_refit_seconds": statistics.median(cycles),
+                "output_unchanged": equal,
+                "free_bytes_drift": free[-1] - free[min(1, len(free) - 1)],
+            }
+        finally:
+            pool.close()
+    if s.get("usual"):
+        found["usual_seconds_all"] = usual(trainer, s["model"], s["rounds"])
+        found["usual_seconds"] = statistics.median(found["usual_seconds_all"])
+        found["usual_over_ours"] = found["usual_seconds"] / seconds
+    return found
+
+
+def usual(trainer: Trainer, model: str, rounds: int) -> list[float]:
+    """Seconds of a refit as it is usually done: gather BF16 in Hugging Face's layout, send, quantize in the engine.
+
+    The engine is stock vLLM in its own process, quantizing by blocks as it loads (`fp8_per_block`); the bytes go by
+    CUDA IPC and vLLM's reloading of a running model. No digests.
+    """
+    whole, gather = _hugging_face(trainer)
+    table = ipc.publish(whole, "usual")
+    env = engine_environment(trainer.config.rollout.threads, cpu=False) | {"VLLM_PLUGINS": "none"}
+    command = [sys.executable, "-m", MODULE, "stock", json.dumps({"model": model, "table": str(table)})]
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as engine:
+            asked, answers = engine.stdin, engine.stdout
+            assert asked is not None
+            assert answers is not None
+
+            def refit() -> None:
+                rectangles.copy(gather)
+                torch.cuda.synchronize()
+                print("refit", file=asked, flush=True)
+                if DONE not in iter(answers.readline, ""):
+                    raise OSError("the stock engine ended; its log is above")
+
+            refit()  # starts it
+            seconds = [timed(refit) for _ in range(rounds)]
+            asked.close()
+        return seconds
+    finally:
+        table.unlink()
+
+
+def _hugging_face(trainer: Trainer) -> tuple[dict[str, Tensor], rectangles.Copies]:
+    """Memory for the model's tensors as Hugging Face names them, and the copies that bring the trainer's there."""
+    held, layout = trainer.parameters(), trainer_layout(trainer.config)
+    shapes = {name: info.shape for name, info in trainer.spec.tensors().items()}
+    whole: dict[str, Tensor] = {}
+    pairs = []
+    for piece in pieces(trainer.spec, layout, 0):
+        source = rectangles.cut(held[piece.local_name].detach(), piece.local_start, piece.size)
+        shape = shapes[piece.hf_name]
+        target = whole.setdefault(piece.hf_name, torch.empty(shape, dtype=source.dtype, device=source.device))
+        pairs.append((rectangles.cut(target, piece.hf_start, piece.size), source))
+    return whole, rectangles.copies(pairs)
+
+
+def serve_stock(s: dict) -> None:
+    """Stock vLLM that loads the tensors of a table anew for each line of standard input, and answers with a line."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    options = {"quantization": "fp8_per_block", "enforce_eager": True}
+    llm = stock_llm({"model": s["model"], "engine": "vllm-bf16", "sequences": [8], "kv_gib": 4.0}, 512, 8, **options)
+    tensors = ipc.published(s["table"])
+
+    def reload(worker) -> None:
+        model = worker.model_runner.model
+        initialize_layerwise_reload(model)
+        model.load_weights(tensors.items())
+        finalize_layerwise_reload(model, worker.model_config)
+        torch.cuda.synchronize()
+
+    for _ in sys.stdin:
+        llm.collective_rpc(reload)
+        llm.reset_prefix_cache()
+        print(DONE, end="", flush=True)
+
+
+if __name__ == "__main__":
+    settings = json.loads(sys.argv[2])
+    if sys.argv[1] == "stock":
+        serve_stock(settings)
+    else:
+        print(json.dumps(measure(settings)), flush=True)
+    os._exit(0)
