@@ -35,7 +35,11 @@ app = typer.Typer(
 
 Set = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one value, e.g. train.steps=3; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one value, e.g. train.steps=3; may be repeated. All: jetrl_megatron/config.py",
+    ),
 ]
 Output = Annotated[Path | None, typer.Option(help="Folder of the run; outputs/RECIPE by default.")]
 
@@ -227,6 +231,8 @@ def call(arguments: list[str], command: typer.Typer = app) -> int:
         if lines is None:
             raise
         return _report(lines, 1 if isinstance(error, (OSError, RunError)) else 2)
+    if status == 130:  # what Typer makes of Ctrl-C
+        return _report(["interrupted"], status)
     return status if isinstance(status, int) else 0
 
 

@@ -36,6 +36,17 @@ def ranks_per_node(config: Config, nnodes: int) -> int:
     return world // nnodes
 
 
+def check_gpus(config: Config, ranks: int) -> None:
+    """Raises ConfigError where this machine has no GPU for each of `ranks`; else only their tracebacks would say so."""
+    if config.train.device == "cpu":
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < ranks and (gpus or config.train.device == "cuda"):
+        raise ConfigError([f"train.device: trainer ranks on this machine: {ranks}, GPUs that torch sees: {gpus}"])
+
+
 def launch(task: str, config: Config, output: Path) -> int:
     """Run `jetrl_megatron.worker TASK OUTPUT` on every rank and wait. Returns and raises as `run_ranks`.
 
@@ -53,8 +64,10 @@ def launch(task: str, config: Config, output: Path) -> int:
     # Spinning threads of ranks and engine starve each other on few cores: 273 ms for a layer that takes 1.5.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("OMP_NUM_THREADS", str(config.train.threads))
-    command = ["-m", "jetrl_megatron.worker", task, str(output)]
+    # SyntaxWarnings are those of Megatron's files, said when they are compiled at their first import.
+    command = ["-W", "ignore::SyntaxWarning", "-m", "jetrl_megatron.worker", task, str(output)]
     ranks = ranks_per_node(config, world.nnodes)
+    check_gpus(config, ranks)
     return run_ranks(command, world, ranks, config.train.timeout_s, output, one_node=world.nnodes == 1 and not hosts)
 
 
@@ -102,7 +115,9 @@ def run_ranks(
 
     Raises:
         RunFailed: when a rank failed; the others are stopped.
+        KeyboardInterrupt: stopped at once, by a second Ctrl-C.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -117,13 +132,19 @@ def run_ranks(
         rdzv_configs={"timeout": int(timeout_s), **({} if one_node else {"rank": world.node_rank})},
         local_addr="localhost" if one_node else None,
         max_restarts=0,
-        # SIGTERM and SIGUSR1 mean "save and come back": the relay below hands them to the ranks as a file.
-        signals_to_handle="SIGINT",
+        # The others mean "save and come back": the relay below hands them to the ranks as a file.
+        signals_to_handle="SIGQUIT",
     )
-    with signals.relay() as extra:
+
+    def at_once(*_: object) -> None:
+        raise SignalException("interrupted", signal.SIGKILL)  # what torchrun then sends to the ranks
+
+    with signals.relay(at_once) as extra:
         os.environ.update(extra)
         try:
             elastic_launch(launch_config, sys.executable)(*command)
+        except SignalException as error:
+            raise KeyboardInterrupt from error
         except ChildFailedError as error:
             asked = Path(extra[signals.STOP_FILE]).exists()
             if first_error.all_stopped(error.failures, asked):

@@ -5,8 +5,8 @@ preemption or `scancel`. Depending on the site's process tracking it reaches the
 process of the task, engines included. So each kind of process says what it does:
 
 launcher (`jetrl train` on each node)   `with relay() as env:` turns a signal into a file that its ranks look for, and
-                                        remembers it; torchrun handles SIGINT only (its own SIGTERM handler would kill
-                                        the ranks before they save).
+                                        remembers it; torchrun's own handlers would kill the ranks before they save.
+                                        Ctrl-C is such a signal too; a second one ends the run at once.
 trainer rank                            `install()` at start, `stop_requested()` once a step. The answer differs
                                         between ranks: reduce it (MAX) before acting on it. Then save, and exit with
                                         `REQUEUE_EXIT_CODE`, which the launcher passes on.
@@ -22,9 +22,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 REQUEUE_EXIT_CODE = 85
 """Exit code of a run that was asked to stop, saved, and wants to be started again. `slurm/task.sh` tests for it."""
@@ -62,20 +64,30 @@ def ignore() -> None:
 
 
 @contextlib.contextmanager
-def relay() -> Iterator[dict[str, str]]:
-    """In the launcher: a signal during the block becomes a file. Yields what to add to the children's environment."""
+def relay(second: Callable[..., Any] = signal.default_int_handler) -> Iterator[dict[str, str]]:
+    """In the launcher: a signal during the block becomes a file. Yields what to add to the children's environment.
+
+    Args:
+        second: handles the Ctrl-C after the first one.
+    """
     with tempfile.TemporaryDirectory(prefix="jetrl-stop-") as folder:
         path = Path(folder) / "stop"
 
         def write(number: int, frame: object) -> None:
             _remember(number, frame)
+            if number == signal.SIGINT:
+                signal.signal(number, second)
+                said = "Ctrl-C: finishing what is under way and saving it; once more stops at once"
+                print(f"\n{said}", file=sys.stderr, flush=True)
             part = path.with_suffix(".part")
             part.write_text(signal.Signals(number).name)
             # A second signal may arrive in between, and its handler has then renamed the file already.
             with contextlib.suppress(FileNotFoundError):
                 part.rename(path)
 
-        before = {number: signal.signal(number, write) for number in SIGNALS}
+        # Ignored in what a script runs in the background: Ctrl-C is then not meant for it.
+        interrupt = [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
+        before = {number: signal.signal(number, write) for number in [*SIGNALS, *interrupt]}
         try:
             yield {STOP_FILE: str(path)}
         finally:

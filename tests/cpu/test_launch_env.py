@@ -122,7 +122,12 @@ LAUNCHER = """
 
 def _start(code: str, *args: str) -> subprocess.Popen:
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *args], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        [sys.executable, "-c", textwrap.dedent(code), *args],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+        # A test run in the background of a script has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout and process.stdout.readline() == "ready\n"
     return process
@@ -136,11 +141,30 @@ def test_signal_becomes_a_request_to_save(number: signal.Signals):
     assert (out, process.returncode) == (f"{number.name}\n", REQUEUE_EXIT_CODE)
 
 
-def test_launcher_passes_the_request_on():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_launcher_passes_the_request_on(number: signal.Signals):
     process = _start(LAUNCHER, textwrap.dedent(RANK))
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=20)
-    assert (out, process.returncode) == ("SIGTERM\n", REQUEUE_EXIT_CODE)
+    assert (out, process.returncode) == (f"{number.name}\n", REQUEUE_EXIT_CODE)
+
+
+def test_a_second_ctrl_c_ends_the_launcher_at_once():
+    process = _start(LAUNCHER, "import time; print('ready', flush=True); time.sleep(5)")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) not in (0, REQUEUE_EXIT_CODE) and time.monotonic() - begin < 4
+
+
+def test_more_ranks_than_gpus_are_refused_before_they_start():
+    from jetrl_megatron.launcher import check_gpus
+    from jetrl_recipes import registry
+
+    check_gpus(registry.get("tiny_cpu_jetrl"), 99)
+    with pytest.raises(ConfigError, match="ranks on this machine: 99, GPUs that torch sees: "):
+        check_gpus(registry.get("tiny_gpu_jetrl"), 99)
 
 
 def test_engine_outlives_the_signals():
