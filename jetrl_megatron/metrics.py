@@ -29,7 +29,8 @@ REQUIRED = tuple(_REQUIRED.split())
 """Keys that every line has. Steps count from 1: the line of step n describes the n-th update."""
 
 ETA_WINDOW = 10
-"""Steps over which the time per step is averaged: the first ones compile and warm caches."""
+"""Steps over which the time per step is averaged. The first one waits for engines to start: it counts only until there
+is a second."""
 
 
 class Sink(Protocol):
@@ -54,6 +55,7 @@ class MetricsWriter:
         self._file = self._board = self._progress = None
         self._done = 0
         self._times: deque[float] = deque(maxlen=ETA_WINDOW)
+        self._starting = True
         self._last = time.perf_counter()
 
     def __enter__(self) -> MetricsWriter:
@@ -111,6 +113,9 @@ class MetricsWriter:
             self._board.flush()
         self._done = values["step"]
         now = time.perf_counter()
+        if self._starting and self._times:
+            self._times.clear()
+            self._starting = False
         self._times.append(now - self._last)
         self._last = now
         self._say(console_line(values, self.total, self.eta()))

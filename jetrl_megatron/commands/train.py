@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from jetrl_megatron import prepare, signals
-from jetrl_megatron.config import ConfigError
+from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.slurm_env import world_from_env
 
 
@@ -28,10 +28,20 @@ def run(recipe: str, overrides: Sequence[str], output: Path | None, resume: bool
         prepare.write_run(config, output)
         from jetrl_megatron.launcher import launch
 
+        lead = world_from_env().node_rank == 0
+        if lead:
+            print(f"starting {_processes(config)}; engines log to {output}/engine-*.log", flush=True)
         code = launch("train", config, output)
+    if code == 0 and lead:
+        print(f"done: metrics.jsonl, tensorboard, checkpoints in {output}; look: jetrl plot, jetrl eval")
     if code == signals.REQUEUE_EXIT_CODE:
         print(f"asked to stop: the state is saved in {output}, --resume continues")
     return code
+
+
+def _processes(config: Config) -> str:
+    ranks, engines = config.parallel.world_size, config.rollout.replicas
+    return f"{ranks} trainer rank{'s' * (ranks > 1)} and {engines} engine{'s' * (engines > 1)}"
 
 
 def run_sft(recipe: str, overrides: Sequence[str], output: Path) -> None:

@@ -127,6 +127,13 @@ def test_eta_and_console_line(tmp_path):
     writer._times.extend([2.0, 4.0])
     writer._done = 1
     assert writer.eta() == 30.0
+    with MetricsWriter(tmp_path / "run", 11) as writer:
+        writer.resume(0)
+        writer._last -= 1000  # engines start in the first step
+        writer.log(line(1))
+        assert (writer.eta() or 0) >= 10_000
+        writer.log(line(2))
+        assert (writer.eta() or 0) < 1000
     text = console_line(line(7, reward_mean=0.5, kl_k3=1e-9, eval_pass_at_1=0.25, loss=1e-5), 40, 3725.0)
     for part in (
         "step  7/40",
