@@ -137,7 +137,7 @@ def _beside(file: Path, other: str) -> Path:
 def _read_jsonl(path: Path, cfg: DataConfig) -> list[Item]:
     if not path.is_file():
         raise ConfigError([f"data.name: no such file: {path}"])
-    items, problems = [], []
+    items, problems, rows = [], [], []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
@@ -149,10 +149,18 @@ def _read_jsonl(path: Path, cfg: DataConfig) -> list[Item]:
         if not isinstance(row, dict):
             problems.append(f"{path}:{number}: not a JSON object")
             continue
+        rows.append(row)
         lacking = [field for field in (cfg.question_field, cfg.answer_field) if field not in row]
         problems += [f"{path}:{number}: no field {field!r}, {nearest(field, row)}" for field in lacking]
         if not lacking:
             items.append(_item(row, cfg))
+    everywhere = [
+        f"data.{key}: {path} has no field {field!r} in any line, {nearest(field, rows[0])}"
+        for key in ("question_field", "answer_field")
+        if len(rows) > 1 and not any((field := getattr(cfg, key)) in row for row in rows)
+    ]
+    if everywhere:
+        raise ConfigError(everywhere)
     if problems:
         raise ConfigError(problems[:10] + ([f"... and {len(problems) - 10} more"] if len(problems) > 10 else []))
     return items

@@ -168,6 +168,9 @@ def test_jsonl_errors_name_file_line_and_field(tmp_path):
         load_task(DataConfig(name=str(path)), 0)
     assert [p.split(": ", 1)[0] for p in error.value.problems] == [f"{path}:{n}" for n in (1, 3, 4)]
     assert "did you mean 'anwser'?" in error.value.problems[0]
+    path.write_text('{"problem": "a", "answer": "1"}\n' * 20)
+    with pytest.raises(ConfigError, match=r"data.question_field: .* has no field 'question' in any line, .*problem"):
+        load_task(DataConfig(name=str(path)), 0)
     path.write_text('{"question": "a", "answer": "1"}\n')
     with pytest.raises(ConfigError):
         load_task(DataConfig(name=str(path)), 0)
