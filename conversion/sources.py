@@ -52,6 +52,8 @@ def open_source(path: str | Path, config: str | Path | None = None) -> Source:
         raise CheckpointError(f"{path}: no such folder")
     if (path / "metadata.json").is_file() or (path / ".metadata").is_file():
         return MegatronSource(path, config)
+    if runs := sorted(path.glob("checkpoints/step_*")):
+        raise CheckpointError(f"{path}: a run's folder; name one of its checkpoints, such as {runs[-1]}")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: neither a Hugging Face folder (config.json) nor a Megatron checkpoint "
                               "(metadata.json)")  # fmt: skip

@@ -351,6 +351,8 @@ def test_not_a_checkpoint_at_all(tmp_path):
     refused(tmp_path / "empty", "neither a Hugging Face folder")
     with pytest.raises(CheckpointError, match="no such folder"):
         convert.hf_to_fp8(tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "run" / "checkpoints" / "step_000040").mkdir(parents=True)
+    refused(tmp_path / "run", "name one of its checkpoints", "step_000040")
 
 
 def test_fp8_folder_with_a_scale_missing_or_of_another_type(made, tmp_path):
