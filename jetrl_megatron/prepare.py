@@ -142,13 +142,15 @@ def model_folder(config: Config, output: Path | None = None, log=print) -> Path:
             return _from_megatron(folder, output.absolute() / "model", log)
         if not (folder / "config.json").is_file():
             what = "a Megatron checkpoint" if (folder / MEGATRON).is_file() else "no config.json"
-            raise ConfigError([f"model.path: {folder} holds {what}; a Hugging Face model folder is needed"])
+            how = f"such as `hf download ORG/{folder.name} --local-dir {folder}` makes; or --set model.path=FOLDER"
+            raise ConfigError([f"model.path: {folder} holds {what}; a Hugging Face model folder is needed, {how}"])
         return folder.absolute()
     final = cache_folder() / f"tiny-{_tiny_key(config)}"
     if (final / "config.json").is_file():
         return final
-    log(f"making and warm-starting the tiny model (once, kept in {final})")
-    warm_start(config, make_random_tiny(config), final)
+    source = make_random_tiny(config)
+    log(f"warm-starting the tiny model by supervised training (once, a minute or two, kept in {final})")
+    warm_start(config, source, final)
     return final
 
 
