@@ -330,7 +330,9 @@ def apply_overrides(config: Config, overrides: Iterable[str]) -> Config:
         if not equals:
             problems.append(f"--set {item}: expected KEY=VALUE")
         elif key not in known and not option:
-            problems.append(f"--set {key}: unknown key, {nearest(key, known, 'jetrl_megatron/config.py has all')}")
+            same = [repr(k) for k in known if k.split(".")[-1] == key.split(".")[-1]]
+            hint = nearest(key, known, "jetrl_megatron/config.py has all")
+            problems.append(f"--set {key}: unknown key, " + (f"did you mean {' or '.join(same)}?" if same else hint))
         else:
             target = values
             *parents, leaf = key.split(".")

@@ -39,9 +39,9 @@ def test_another_data_set_does_not_inherit_the_fields_of_the_recipes():
 
 
 def test_all_problems_are_listed_with_the_nearest_names():
-    found = problems("train.step=3", "precision.mode=jetlr", "train.seed=x", "optimizer.lr=nan", "nonsense")
-    assert len(found) == 5
-    assert "train.steps" in found[0] and "'jetrl'" in found[1]
+    found = problems("train.step=3", "precision.mode=jetlr", "train.seed=x", "optimizer.lr=nan", "nonsense", "steps=3")
+    assert len(found) == 6
+    assert "train.steps" in found[0] and "'jetrl'" in found[1] and "'sft.steps' or 'train.steps'" in found[5]
 
 
 @pytest.mark.parametrize(
