@@ -36,8 +36,10 @@ def parity(
 
     Example: jetrl verify parity models/Qwen3-0.6B --mode jetrl --strict
     """
+    from jetrl_conversion.model_spec import load_model_spec
     from jetrl_megatron.config import ConfigError, nearest
 
+    load_model_spec(model)  # refused here in a line
     if unknown := [m for m in mode if m not in MODES]:
         raise ConfigError([f"--mode {m}: unknown, {nearest(m, MODES)}" for m in unknown])
     results, different = [], False
