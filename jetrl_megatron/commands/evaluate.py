@@ -24,8 +24,10 @@ def run(target: str, overrides: Sequence[str], recipe: str) -> dict[str, float]:
         from jetrl_megatron.sampling import Sampler
 
         with loaded_engines(folder, config, Path(scratch)) as pool:
-            result = Sampler(config, folder, pool).evaluate()
-    result |= {"questions": config.data.eval_size, "answers_per_question": config.data.eval_samples}
+            sampler = Sampler(config, folder, pool)
+            result = sampler.evaluate()
+    # A small data set has fewer than `data.eval_size`.
+    result |= {"questions": len(sampler.prompts.evaluation()), "answers_per_question": config.data.eval_samples}
     print(json.dumps({"target": target, "mode": config.precision.mode, **result}))
     return result
 
@@ -41,6 +43,9 @@ def _resolve(target: str, overrides: Sequence[str], recipe: str, scratch: Path) 
         return prepare.load_config(recipe, overrides), path.absolute()
     from jetrl_recipes import registry
 
+    if (path / prepare.MEGATRON).is_file():
+        how = "jetrl eval takes its run's folder (the newest one), or what `jetrl convert megatron-to-hf` makes of it"
+        raise ConfigError([f"{path} is a checkpoint: {how}, with --recipe"])
     if target not in registry.names():
         where = nearest(target, registry.names(), registry.SHOWN)
         raise ConfigError([f"{target!r} is no recipe ({where}), no run's folder and no model folder"])

@@ -76,7 +76,10 @@ def test_a_model_path_that_is_no_model_is_refused(tmp_path):
     assert "config.json" in finished.stderr
 
 
-def test_eval_of_nothing_known_says_what_it_takes():
+def test_eval_of_nothing_known_says_what_it_takes(tmp_path):
     finished = jetrl("eval", "tiny_cpu_jetr")
     assert finished.returncode == 2
     assert "tiny_cpu_jetrl" in finished.stderr
+    (tmp_path / ".metadata").touch()
+    finished = jetrl("eval", str(tmp_path))
+    assert finished.returncode == 2 and "takes its run's folder" in finished.stderr
