@@ -134,7 +134,7 @@ def model_folder(config: Config, output: Path | None = None, log=print) -> Path:
     Megatron checkpoint is converted, once, into `output`/model. The tiny model is made and warm-started the first time.
 
     Raises:
-        ConfigError: `model.path` is no model.
+        ConfigError: `model.path` is no model, or the layout cannot hold the tiny one.
     """
     if config.model.path != TINY:
         folder = Path(config.model.path)
@@ -149,8 +149,12 @@ def model_folder(config: Config, output: Path | None = None, log=print) -> Path:
     if (final / "config.json").is_file():
         return final
     source = make_random_tiny(config)
-    log(f"warm-starting the tiny model by supervised training (once, a minute or two, kept in {final})")
-    warm_start(config, source, final)
+    try:
+        check_layout(config, source)
+        log(f"warm-starting the tiny model by supervised training (once, a minute or two, kept in {final})")
+        warm_start(config, source, final)
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
     return final
 
 

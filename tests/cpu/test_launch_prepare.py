@@ -82,6 +82,14 @@ def test_mixture_of_experts_is_refused_before_anything_starts(tmp_path: Path):
         prepare.check_trainable(tmp_path)
 
 
+def test_tiny_model_that_the_layout_cannot_hold_is_refused_before_its_warm_start(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said = []
+    with pytest.raises(ConfigError, match="2 attention heads do not divide by tp = 4"):
+        prepare.model_folder(tiny(**{"parallel.tp": 4}), log=said.append)
+    assert not said
+
+
 def test_a_finished_run_is_known(tmp_path: Path):
     config = tiny(**{"train.steps": 4})
     for step in (2, 4):
