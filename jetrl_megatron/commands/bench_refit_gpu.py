@@ -116,8 +116,10 @@ def usual(trainer: Trainer, model: str, rounds: int) -> list[float]:
                 rectangles.copy(gather)
                 torch.cuda.synchronize()
                 print("refit", file=asked, flush=True)
-                if DONE not in iter(answers.readline, ""):
-                    raise OSError("the stock engine ended; its log is above")
+                for line in iter(answers.readline, DONE):
+                    if not line:
+                        raise OSError("the stock engine ended; its log is above")
+                    print(line, end="", file=sys.stderr)
 
             refit()  # starts it
             seconds = [timed(refit) for _ in range(rounds)]
