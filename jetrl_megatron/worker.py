@@ -17,16 +17,20 @@ from jetrl_megatron import signals
 from jetrl_megatron.config import Config
 
 
+def quiet() -> None:
+    """Megatron's advice about deprecated classes, missing packages and asynchronous saves is not for the user."""
+    warnings.filterwarnings("ignore", module=r"megatron.*|torch\.distributed\.checkpoint.*")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 @record
 def main(task: str, output: Path) -> int:
     signals.install()
     # A launcher that is killed leaves no ranks behind that would go on training (and writing) on their own.
     multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    warnings.filterwarnings("ignore", module=r"megatron.*|torch\.distributed\.checkpoint.*")
-    warnings.filterwarnings("ignore", message="Please use DTensor instead")
-    # Megatron's advice about deprecated classes and asynchronous saves is not for the user of a recipe.
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    quiet()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     config = Config.from_dict(json.loads((output / "config.json").read_text()))
     from jetrl_megatron.megatron import world

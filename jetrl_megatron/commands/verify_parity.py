@@ -59,7 +59,9 @@ def parity(
                 "folder": folder,
             }
             run = subprocess.run(
-                [sys.executable, "-m", __name__, json.dumps(settings)], stdout=subprocess.PIPE, text=True
+                [sys.executable, "-W", "ignore::SyntaxWarning", "-m", __name__, json.dumps(settings)],
+                stdout=subprocess.PIPE,
+                text=True,
             )
             if run.returncode:
                 raise OSError(f"parity in mode {name} failed with exit status {run.returncode}; its log is above")
@@ -246,5 +248,8 @@ def _first_difference(trainer, engine, batch, tokens: list[int]) -> str | None:
 if __name__ == "__main__":
     import os
 
+    from jetrl_megatron.worker import quiet
+
+    quiet()
     print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
     os._exit(0)
