@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from jetrl_megatron import prepare, signals
+from jetrl_megatron import checkpoint_names, prepare, signals
 from jetrl_megatron.config import Config, ConfigError
 from jetrl_megatron.slurm_env import world_from_env
 
@@ -32,8 +32,8 @@ def run(recipe: str, overrides: Sequence[str], output: Path | None, resume: bool
         if lead:
             print(f"starting {_processes(config)}; engines log to {output}/engine-*.log", flush=True)
         code = launch("train", config, output)
-    if code == 0 and lead:
-        print(f"done: metrics.jsonl, tensorboard, checkpoints in {output}; look: jetrl plot, jetrl eval")
+    if code == 0 and lead and (newest := checkpoint_names.latest(output)):
+        print(f"done: {newest}; look: jetrl plot {output}, jetrl eval {output}")
     if code == signals.REQUEUE_EXIT_CODE:
         print(f"asked to stop: the state is saved in {output}, --resume continues")
     return code
