@@ -24,6 +24,7 @@ def refit(
     model: Annotated[str, typer.Argument(help="Hugging Face folder (config.json is enough), or a released model.")],
     cpu: Annotated[bool, typer.Option("--cpu", help="Between processes of this machine, by gloo.")] = False,
     nccl: Annotated[bool, typer.Option("--nccl", help="Between GPUs of this machine, one for each rank.")] = False,
+    stock: Annotated[bool, typer.Option("--stock", help="On one GPU: the usual way into stock vLLM, too.")] = False,
     simulate: Annotated[bool, typer.Option("--simulate", help="From the plan alone, at bandwidths given.")] = False,
     trainer: Annotated[str, typer.Option(help=f"Trainer layout: any of {', '.join(SIZES)}.")] = "tp=2",
     replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 1,
@@ -36,11 +37,11 @@ def refit(
     nvlink: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU within its node.")] = 450.0,
     network: Annotated[float, typer.Option(help="--simulate: GB/s of one GPU to other nodes.")] = 50.0,
 ) -> None:
-    """Time and bytes of a refit: to an engine on the trainer's GPU, digests included, beside stock vLLM's way; or as
-    options below say.
+    """Time and bytes of a refit: to an engine on the trainer's GPU, digests included, or as options below say.
 
     Examples:
-        jetrl bench refit models/Qwen3-8B
+
+        jetrl bench refit models/Qwen3-8B --stock
 
         jetrl bench refit Qwen3-0.6B --cpu --layers 4 --trainer tp=2,pp=2 --replicas 2
 
@@ -57,16 +58,19 @@ def refit(
     wrong += [f"--{name} {value}: more than 0" for name, value in numbers.items() if value <= 0]
     if not given and not (Path(model) / "config.json").is_file():
         wrong.append(f"{model}: a folder with config.json; names of released models go with --cpu, --nccl, --simulate")
+    if stock and given:
+        wrong.append(f"--stock goes with a refit on one GPU, not with {given[0]}")
     if wrong:
         raise ConfigError(wrong)
     if nccl or not given:
         need_gpu()
     if not given:
-        settings = {"model": str(Path(model).absolute()), "rounds": rounds, "usual": True}
+        settings = {"model": str(Path(model).absolute()), "rounds": rounds, "stock": stock}
         result = child("jetrl_megatron.commands.bench_refit_gpu", "ours", settings)
         for name, value in result.items():
             print(f"{name:28} {value}")
-        print(f"gather, send BF16, quantize in a stock engine: {result['usual_over_ours']:.1f} times as long")
+        if stock:
+            print(f"gather, send BF16, quantize in a stock engine: {result['usual_over_ours']:.1f} times as long")
         print(json.dumps(result))
         return
     config = _config(model, layers)

@@ -9,19 +9,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetrl_conversion.layout import pieces
 from jetrl_conversion.model_spec import load_model_spec
+from jetrl_kernels.quant_weight import quant_weight
 from jetrl_megatron.commands import one_rank
 from jetrl_megatron.commands.bench_gpu import stock_llm, timed, wait_for_turn
 from jetrl_megatron.config import Config, ModelConfig, RolloutConfig, TrainConfig
 from jetrl_megatron.layouts import fp8_tensors, trainer_layout
 from jetrl_megatron.megatron.trainer import Trainer
 from jetrl_megatron.refit import ipc, rectangles
+from jetrl_megatron.refit.message import SCALE_SUFFIX
 from jetrl_megatron.refit.sender import RefitSender
 from jetrl_megatron.refit.transports import Way, Ways
 from jetrl_megatron.rollout.client import RolloutEngine
@@ -34,7 +38,7 @@ DONE = "weights loaded\n"
 
 
 def measure(s: dict) -> dict:
-    """Seconds of a colocated refit (load, both digests, comparison) and, with `usual`, of the usual way.
+    """Seconds of a colocated refit (load, both digests, comparison) and, with `stock`, of the usual way.
 
     With `landing` bytes go through a buffer on the GPU in chunks, as those that come from another node do.
     """
@@ -89,7 +93,7 @@ def measure(s: dict) -> dict:
             }
         finally:
             pool.close()
-    if s.get("usual"):
+    if s.get("stock"):
         found["usual_seconds_all"] = usual(trainer, s["model"], s["rounds"])
         found["usual_seconds"] = statistics.median(found["usual_seconds_all"])
         found["usual_over_ours"] = found["usual_seconds"] / seconds
@@ -99,8 +103,8 @@ def measure(s: dict) -> dict:
 def usual(trainer: Trainer, model: str, rounds: int) -> list[float]:
     """Seconds of a refit as it is usually done: gather BF16 in Hugging Face's layout, send, quantize in the engine.
 
-    The engine is stock vLLM in its own process, quantizing by blocks as it loads (`fp8_per_block`); the bytes go by
-    CUDA IPC and vLLM's reloading of a running model. No digests.
+    The engine is stock vLLM with block scales, in its own process: tensors by CUDA IPC, quantized one by one by our
+    kernel, loaded by vLLM's reloading of a running model. No digests.
     """
     whole, gather = _hugging_face(trainer)
     table = ipc.publish(whole, "usual")
@@ -145,23 +149,37 @@ def _hugging_face(trainer: Trainer) -> tuple[dict[str, Tensor], rectangles.Copie
 
 def serve_stock(s: dict) -> None:
     """Stock vLLM that loads the tensors of a table anew for each line of standard input, and answers with a line."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    options = {"quantization": "fp8_per_block", "enforce_eager": True}
-    llm = stock_llm({"model": s["model"], "engine": "vllm-bf16", "sequences": [8], "kv_gib": 4.0}, 512, 8, **options)
-    tensors = ipc.published(s["table"])
-
-    def reload(worker) -> None:
-        model = worker.model_runner.model
-        initialize_layerwise_reload(model)
-        model.load_weights(tensors.items())
-        finalize_layerwise_reload(model, worker.model_config)
-        torch.cuda.synchronize()
-
+    sizes = {"model": s["model"], "engine": "vllm-fp8", "sequences": [8], "kv_gib": 4.0}
+    llm = stock_llm(sizes, 512, 8, enforce_eager=True)
+    tensors, quantized = ipc.published(s["table"]), fp8_tensors(load_model_spec(s["model"]), Config())
     for _ in sys.stdin:
-        llm.collective_rpc(reload)
+        llm.collective_rpc(reload, args=(tensors, quantized))
+        torch.cuda.synchronize()
         llm.reset_prefix_cache()
         print(DONE, end="", flush=True)
+
+
+def reload(worker: Any, tensors: Mapping[str, Tensor], quantized: Collection[str]) -> None:
+    """Bring Hugging Face tensors into a running stock engine with FP8 block scales, quantizing those that it holds so.
+
+    Args:
+        worker: vLLM's, which `collective_rpc` passes.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    def loaded() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            if name in quantized:
+                fresh = quant_weight(tensor, "pow2")
+                yield name, fresh.codes
+                yield name + SCALE_SUFFIX, fresh.scale
+            else:
+                yield name, tensor
+
+    model = worker.model_runner.model
+    initialize_layerwise_reload(model)
+    model.load_weights(loaded())
+    finalize_layerwise_reload(model, worker.model_config)
 
 
 if __name__ == "__main__":

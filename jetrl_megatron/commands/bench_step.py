@@ -43,9 +43,10 @@ def step(
     Ends with 1 where two recipes' answers differ so much in length that their times cannot be compared.
 
     Examples:
+
         jetrl bench step tiny_cpu_jetrl
 
-        jetrl bench step tiny_gpu_jetrl --against tiny_gpu_bf16 --layers 12 --set model.path=models/Qwen3-8B
+        jetrl bench step tiny_gpu_jetrl --against tiny_gpu_bf16 --layers 16 --set model.path=models/Qwen3-8B
     """
     from jetrl_megatron.config import ConfigError
     from jetrl_megatron.prepare import load_config
