@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,7 +30,10 @@ def refit(
     simulate: Annotated[bool, typer.Option("--simulate", help="From the plan alone, at bandwidths given.")] = False,
     trainer: Annotated[str, typer.Option(help=f"Trainer layout: any of {', '.join(SIZES)}.")] = "tp=2",
     replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 1,
-    rollout_tp: Annotated[int, typer.Option(help="Ranks of one replica.")] = 1,
+    rollout_tp: Annotated[int, typer.Option(help="Tensor parallel ranks of one replica.")] = 1,
+    rollout_ep: Annotated[
+        int, typer.Option(help="Ranks that share out a replica's experts, which then stay whole: a multiple of its tp.")
+    ] = 1,
     layers: Annotated[int, typer.Option(help="Cut the model to so many layers; 0 keeps all.")] = 0,
     rounds: Annotated[int, typer.Option(help="Refits to time after the first.")] = 5,
     staging_mib: Annotated[int, typer.Option(help="refit.staging_mib")] = 256,
@@ -53,7 +58,8 @@ def refit(
 
     given = [name for name, chosen in {"--cpu": cpu, "--nccl": nccl, "--simulate": simulate}.items() if chosen]
     wrong = [f"{' and '.join(given)}: choose one"] if len(given) > 1 else []
-    numbers = {"replicas": replicas, "rollout-tp": rollout_tp, "rounds": rounds, "staging-mib": staging_mib}
+    numbers = {"replicas": replicas, "rollout-tp": rollout_tp, "rollout-ep": rollout_ep, "rounds": rounds}
+    numbers |= {"staging-mib": staging_mib}
     numbers |= {"gpus-per-node": gpus_per_node, "nvlink": nvlink, "network": network}
     wrong += [f"--{name} {value}: more than 0" for name, value in numbers.items() if value <= 0]
     if not given and not (Path(model) / "config.json").is_file():
@@ -74,7 +80,7 @@ def refit(
         print(json.dumps(result))
         return
     config = _config(model, layers)
-    spec, source, replica = _layouts(config, trainer, rollout_tp)
+    spec, source, replica = _layouts(config, trainer, rollout_tp, rollout_ep)
     if simulate:
         _simulate(spec, source, replica, replicas, colocated, gpus_per_node, nvlink * GB, network * GB)
     else:
@@ -105,7 +111,7 @@ def _config(model: str, layers: int) -> dict:
     return {**config, "num_hidden_layers": layers} if layers else config
 
 
-def _layouts(config: dict, trainer: str, rollout_tp: int) -> tuple[ModelSpec, Layout, Layout]:
+def _layouts(config: dict, trainer: str, rollout_tp: int, rollout_ep: int) -> tuple[ModelSpec, Layout, Layout]:
     """The model and both layouts. Raises ConfigError with everything that is wrong, and a size that would do."""
     from jetrl_conversion.errors import LayoutError
     from jetrl_conversion.layout import Layout, problems
@@ -113,20 +119,33 @@ def _layouts(config: dict, trainer: str, rollout_tp: int) -> tuple[ModelSpec, La
     from jetrl_conversion.plan_report import parse_layout
     from jetrl_megatron.config import ConfigError
 
-    spec, replica, wrong = load_model_spec(config), Layout("vllm", tp=rollout_tp), []
-    try:
-        source = parse_layout("megatron", trainer)
-    except LayoutError as error:
-        raise ConfigError([f"--trainer: {problem}" for problem in error.problems]) from None
-    for option, layout in (("--trainer", source), ("--rollout-tp", replica)):
+    spec, wrong, layouts = load_model_spec(config), [], {}
+    wanted = {
+        "--trainer": lambda: parse_layout("megatron", trainer),
+        "--rollout-tp" + ", --rollout-ep" * (rollout_ep > 1): lambda: Layout("vllm", tp=rollout_tp, ep=rollout_ep),
+    }
+    for option, make in wanted.items():
+        try:
+            layouts[option] = make()
+        except LayoutError as error:
+            wrong += [f"{option}: {problem}" for problem in error.problems]
+    for option, layout in layouts.items():
         if reasons := dict.fromkeys(reason for _, reason in problems(spec, layout)):
-            smaller = [(key, n) for key in SIZES for n in range((getattr(layout, key) or 1) - 1, 0, -1)]
-            others = [replace(layout, **{key: n}) for key, n in smaller]
-            near = next((f" ({other} would do)" for other in others if not problems(spec, other)), "")
+            near = next((f" ({other} would do)" for other in _smaller(layout) if not problems(spec, other)), "")
             wrong.append(f"{option}: {'; '.join(reasons)}{near}")
     if wrong:
         raise ConfigError(wrong)
-    return spec, source, replica
+    return spec, *layouts.values()
+
+
+def _smaller(layout: Layout) -> Iterator[Layout]:
+    """Layouts with one size less, the nearest first."""
+    from jetrl_conversion.errors import LayoutError
+
+    for key in SIZES:
+        for size in range((getattr(layout, key) or 1) - 1, 0, -1):
+            with contextlib.suppress(LayoutError):
+                yield replace(layout, **{key: size})
 
 
 def _simulate(spec, source, replica, replicas: int, colocated: bool, gpus: int, nvlink: float, network: float) -> None:

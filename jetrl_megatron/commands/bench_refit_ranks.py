@@ -62,7 +62,7 @@ def compare(
     Raises:
         ConfigError: too few GPUs, too little memory or staging. OSError: a process failed.
     """
-    hosts = replica.tp if device == "cuda" else 1
+    hosts = replica.world if device == "cuda" else 1
     world = source.world + replicas * hosts
     if device == "cuda" and torch.cuda.device_count() < world:
         raise ConfigError(
@@ -76,7 +76,7 @@ def compare(
     settings = {
         "config": config,
         "source": {"tp": source.tp, "pp": source.pp, "ep": source.ep, "etp": source.etp, "dp": source.dp},
-        "replica": {"tp": replica.tp},
+        "replica": {"tp": replica.tp, "ep": replica.ep},
         "replicas": replicas,
         "rounds": rounds,
         "staging_mib": staging_mib,

@@ -39,6 +39,11 @@ class Case(NamedTuple):
     ep: int
     replicas: int
     rollout_tp: int
+    rollout_ep: int
+
+    @property
+    def replica(self) -> Layout:
+        return Layout("vllm", tp=self.rollout_tp, ep=self.rollout_ep)
 
     @property
     def source(self) -> Layout:
@@ -49,21 +54,22 @@ class Case(NamedTuple):
     @property
     def places(self) -> Places:
         """Replicas on nodes of their own where processes are left for their hosts, else on the trainers' nodes."""
-        ranks = self.source.world
-        for hosts in (self.rollout_tp, 1):
+        ranks, each = self.source.world, self.replica.world
+        for hosts in (each, 1):
             if ranks + self.replicas * hosts <= WORLD:
-                return Places((0,) * ranks, tuple(range(1, self.replicas + 1)), self.rollout_tp, hosts)
-        return Places(tuple(r * NODES // ranks for r in range(ranks)), tuple(range(self.replicas)), self.rollout_tp)
+                return Places((0,) * ranks, tuple(range(1, self.replicas + 1)), each, hosts)
+        return Places(tuple(r * NODES // ranks for r in range(ranks)), tuple(range(self.replicas)), each)
 
 
 CASES = [
-    Case(model, tp, pp, ep, replicas, rollout_tp)
+    Case(model, tp, pp, ep, replicas, rollout_tp, rollout_ep)
     for model in MODELS
     for tp in (1, 2, 4)
     for pp in (1, 2)
     for ep in ((1, 2) if model == "moe" else (1,))
     for replicas in (1, 2, 3)
     for rollout_tp in (1, 2)
+    for rollout_ep in ((1, 2) if model == "moe" else (1,))
 ]
 
 
@@ -99,7 +105,7 @@ def body(rank: int, address: str, port: int, cases: list[Case]) -> list[str]:
 
 
 def run(rank: int, case: Case, spec: ModelSpec, peers: Peers) -> list[str]:
-    source, places, replica = case.source, case.places, Layout("vllm", tp=case.rollout_tp)
+    source, places, replica = case.source, case.places, case.replica
     fp8 = quantized_tensors(spec, source, replica)
     tensors = held(case.model, source, rank, frozenset(fp8))
     member = None
