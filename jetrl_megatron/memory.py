@@ -248,6 +248,18 @@ def check(config: Config, gpu: Gpu | None) -> None:
         raise ConfigError(found)
 
 
+def check_state(config: Config, spec: ModelSpec, room: float) -> None:
+    """Raises ConfigError where weights, gradients and optimizer of a trainer rank need more than its GPU's `room`."""
+    m = memory(config, None, spec)
+    if m.state > room:
+        parts = {"weights": m.weights + m.codes, "gradients": m.gradients, "optimizer": m.optimizer}
+        held = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        raise ConfigError(
+            [f"memory: a trainer rank holds {m.state / GIB:.1f} GiB ({held}), its GPU has {room / GIB:.1f}: raise "
+             "parallel.tp, pp or dp, or set precision.fp8_param=true"]
+        )  # fmt: skip
+
+
 def _tile_problems(config: Config, spec: ModelSpec, src: Layout, dst: Layout) -> Iterator[str]:
     if config.precision.mode == "bf16" or config.precision.keep_bf16:
         return

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from jetrl_conversion.model_spec import load_model_spec
-from jetrl_megatron import checkpoint, checkpoint_names, signals
+from jetrl_megatron import checkpoint, checkpoint_names, memory, signals
 from jetrl_megatron.batch import PackedBatch, Sample, micro_batches, padding_multiple, split_for_ranks
 from jetrl_megatron.collective import from_all
 from jetrl_megatron.config import Config
@@ -30,6 +30,8 @@ from jetrl_megatron.rollout.agent import replicas
 from jetrl_megatron.sampling import Sampler
 
 log = logging.getLogger(__name__)
+SPARE = 1 << 30
+"""Bytes that must be free on a GPU beside what its sleeping engine will take."""
 
 
 class Run:
@@ -44,12 +46,16 @@ class Run:
         self.device = world.device_for(config)
         self.lead = dist.get_rank() == 0
         self._shares_gpu = config.rollout.colocated and self.device.type == "cuda"
+        self._given_back = 0
+        """Bytes that the engine on this GPU freed when it went to sleep, and takes when it wakes."""
         self.seconds: dict[str, float] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Run:
         with ExitStack() as stack:
             config, spec = self.config, load_model_spec(self.model_dir)
+            if self.device.type == "cuda":
+                memory.check_state(config, spec, torch.cuda.get_device_properties(self.device).total_memory)
             # Rank 0 alone has these three.
             self.pool: Any = None
             self.sampler: Any = None
@@ -90,8 +96,8 @@ class Run:
     def refit(self) -> RefitReport:
         """Bring the engines to the trainer's weights, unless they are there already. Collective."""
         if self._refitted is None or self._refitted.version != self.trainer.version:
-            if self._shares_gpu and self.config.train.offload:
-                self.trainer.offload()
+            if self._shares_gpu:
+                self._make_room()
             self._refitted = self.sender.send()
         return self._refitted
 
@@ -112,7 +118,9 @@ class Run:
             first update.
         """
         if self._shares_gpu:
+            before, _ = torch.cuda.mem_get_info(self.device)
             self._from_lead(lambda: self.pool.sleep())
+            self._given_back = max(self._given_back, torch.cuda.mem_get_info(self.device)[0] - before)
             self.trainer.restore()
         updates = self.config.grpo.updates_per_batch
         divergence = self._divergence(samples) if updates > 1 else None
@@ -176,6 +184,14 @@ class Run:
         flag = torch.tensor([signals.stop_requested() is not None], dtype=torch.int64, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
+
+    def _make_room(self) -> None:
+        """For the engine to wake in: its memory may be in torch's cache, where training left it."""
+        if self.config.train.offload:
+            self.trainer.offload()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if self._given_back and free < self._given_back + SPARE:
+            torch.cuda.empty_cache()
 
     def _from_lead(self, produce) -> Any:
         box = [produce() if self.lead else None]

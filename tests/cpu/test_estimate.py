@@ -8,7 +8,7 @@ from jetrl_megatron import step_time
 from jetrl_megatron.commands import estimate
 from jetrl_megatron.config import Config, ConfigError, apply_overrides
 from jetrl_megatron.hardware import GIB, GPUS, gpu
-from jetrl_megatron.memory import LOGITS_CHUNK, memory, problems, spec_of
+from jetrl_megatron.memory import LOGITS_CHUNK, check_state, memory, problems, spec_of
 from jetrl_recipes import registry
 
 H100, H200 = GPUS["h100"], GPUS["h200"]
@@ -44,6 +44,14 @@ def test_state_by_hand_on_one_gpu():
         2 * (head_and_embedding + norms)
     )
     assert fp8.engine_weights == pytest.approx(2 * (head_and_embedding + norms) + quantized * (1 + 4 / 128**2))
+
+
+def test_a_state_that_exceeds_the_gpu_is_refused_with_its_parts():
+    one = ["parallel.tp=1", "parallel.dp=1", "parallel.sequence_parallel=false", "rollout.replicas=1"]
+    config = changed("qwen3_8b_base_8k_bf16", *one)
+    with pytest.raises(ConfigError, match=r"weights 15.3, gradients 30.5, optimizer 91.5\), its GPU has 79.1: raise"):
+        check_state(config, spec_of(config), H100.memory)
+    check_state(config, spec_of(config), H200.memory)
 
 
 def test_activations_by_hand():
