@@ -17,7 +17,14 @@ from jetrl_megatron.refit.message import RefitRefused
 from jetrl_megatron.rollout.gpu.options import gpu_options
 from jetrl_megatron.rollout.plugin import NAME
 from jetrl_megatron.rollout.quantization import quantization_dict
-from jetrl_megatron.rollout.types import Completion, EngineFacts, EngineSettings, GenerationRefused, Sampling
+from jetrl_megatron.rollout.types import (
+    Completion,
+    EngineError,
+    EngineFacts,
+    EngineSettings,
+    GenerationRefused,
+    Sampling,
+)
 
 NUMERICS = ("VLLM_", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUBLAS", "NVIDIA_TF32", "DG_", "MKL_", "ONEDNN_")
 """Variables (or prefixes of them) that can change an engine's results."""
@@ -130,7 +137,7 @@ class Engine:
         self._refuse(message)
         self.version = self._held = None
         if self._asleep and message["chunk"] == 0:
-            self.llm.wake_up(tags=["weights"])
+            self._wake("weights")
         if message["chunk"] == 0:
             if self._updating:  # a version whose last chunks never came
                 self.llm.finish_weight_update()
@@ -146,7 +153,7 @@ class Engine:
             raise RuntimeError(f"workers hold versions {held} after loading {message['version']}")
         if self._asleep:
             # Only now: until the weights are in, the trainer may need the room.
-            self.llm.wake_up(tags=["kv_cache"])
+            self._wake("kv_cache")
             self._asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset: requests are still running")
@@ -185,6 +192,15 @@ class Engine:
         if self.settings.sleep and not self._asleep:
             self.llm.sleep(level=2)
             self.version, self._asleep = None, True
+
+    def _wake(self, tag: str) -> None:
+        try:
+            self.llm.wake_up(tags=[tag])
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            hint = "train.offload=true, model.recompute=true or a smaller KV cache (rollout.memory_gib) leave more"
+            raise EngineError(f"the GPU has no room for the sleeping engine's {tag}: {hint}") from error
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Completion]:
         """One answer to each prompt, in order. The answer depends on prompt, seed, sampling and weights alone.
