@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -148,13 +149,10 @@ def model_folder(config: Config, output: Path | None = None, log=print) -> Path:
     final = cache_folder() / f"tiny-{_tiny_key(config)}"
     if (final / "config.json").is_file():
         return final
-    source = make_random_tiny(config)
-    try:
+    with random_tiny(config) as source:
         check_layout(config, source)
         log(f"warm-starting the tiny model by supervised training (once, a minute or two, kept in {final})")
         warm_start(config, source, final)
-    finally:
-        shutil.rmtree(source, ignore_errors=True)
     return final
 
 
@@ -168,16 +166,16 @@ def _from_megatron(checkpoint: Path, folder: Path, log) -> Path:
     return folder
 
 
-def make_random_tiny(config: Config) -> Path:
-    """A tiny model with random weights and a tokenizer for the recipe's task, in a fresh temporary folder."""
-    import tempfile
-
+@contextlib.contextmanager
+def random_tiny(config: Config) -> Iterator[Path]:
+    """A tiny model with random weights and a tokenizer for the recipe's task, gone after the block."""
     from jetrl_megatron.data import load_task
     from jetrl_megatron.tiny import make_tiny_model
 
     task = load_task(config.data, config.sft.seed)
     questions = [task.train_item(i).question for i in range(QUESTIONS_FOR_TOKENIZER)]
-    return make_tiny_model(Path(tempfile.mkdtemp(prefix="jetrl-tiny-")), config.sft.seed, questions=questions)
+    with tempfile.TemporaryDirectory(prefix="jetrl-tiny-") as folder:
+        yield make_tiny_model(Path(folder), config.sft.seed, questions=questions)
 
 
 def warm_start(config: Config, source: Path, final: Path) -> None:
@@ -208,5 +206,8 @@ def warm_start(config: Config, source: Path, final: Path) -> None:
 
 def _tiny_key(config: Config) -> str:
     """What the warm-started weights depend on."""
-    parts = [config.data.name, config.data.options, vars(config.sft), config.model.max_length, config.parallel.tp]
+    data = config.data
+    file = hashlib.blake2b(Path(data.name).read_bytes()).hexdigest() if Path(data.name).is_file() else None
+    parts = [data.name, file, data.options, data.split, data.question_field, data.answer_field, data.chat_template]
+    parts += [vars(config.sft), config.model.max_length, config.parallel.tp]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()

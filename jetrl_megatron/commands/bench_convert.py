@@ -26,6 +26,8 @@ def convert(
 
     Example: jetrl bench convert --gb 4
     """
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="jetrl-bench-", dir=folder) as scratch:
         measure(Path(scratch), gb, scales)
 

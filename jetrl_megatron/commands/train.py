@@ -50,9 +50,9 @@ def run_sft(recipe: str, overrides: Sequence[str], output: Path) -> None:
     if output.exists():
         raise ConfigError([f"{output} exists; choose another --output"])
     tiny = config.model.path == prepare.TINY
-    source = prepare.make_random_tiny(config) if tiny else prepare.model_folder(config)
-    prepare.check_layout(config, source)
-    prepare.warm_start(config, source, output.absolute())
+    with prepare.random_tiny(config) if tiny else nullcontext(prepare.model_folder(config)) as source:
+        prepare.check_layout(config, source)
+        prepare.warm_start(config, source, output.absolute())
 
 
 def print_recipes() -> None:

@@ -90,6 +90,15 @@ def test_tiny_model_that_the_layout_cannot_hold_is_refused_before_its_warm_start
     assert not said
 
 
+def test_a_tiny_model_is_warm_started_anew_when_its_data_has_changed(tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1+1=", "answer": "2"}\n')
+    first = prepare._tiny_key(tiny(**{"data.name": data}))
+    assert first == prepare._tiny_key(tiny(**{"data.name": data, "data.eval_size": 3}))
+    data.write_text('{"question": "1+1=", "answer": "two"}\n')
+    assert first != prepare._tiny_key(tiny(**{"data.name": data}))
+
+
 def test_a_finished_run_is_known(tmp_path: Path):
     config = tiny(**{"train.steps": 4})
     for step in (2, 4):
