@@ -163,7 +163,7 @@ def _launch(raw: Tensor, row0: int, first: int, out: int) -> tuple[tuple[bool, i
     period = min(rows, 16 // math.gcd(stride % 16, 16)) if stride % 16 else 1
     words = stride % 4 == 0 and (first - raw.data_ptr()) % 4 == 0
     pieces = (count + 15 + 15) // 16 if period > 1 else (raw.data_ptr() % 16 + count + 15) // 16
-    each = min(EACH, max(4, 1 << (-(-rows // period) - 1).bit_length()))
-    threads = pieces * period * -(-rows // (period * each))
+    each = min(EACH, max(4, triton.next_power_of_2(triton.cdiv(rows, period))))
+    threads = pieces * period * triton.cdiv(rows, period * each)
     arguments = _PACK(raw.data_ptr(), out, stride, row0, first, count, rows, pieces, period)
-    return (not words, each), -(-threads // 256), arguments
+    return (not words, each), triton.cdiv(threads, 256), arguments
