@@ -69,7 +69,7 @@ def measure(s: dict) -> dict:
             refits, cycles, free, equal = [], [], [], True
             for _ in range(s["rounds"]):
                 trainer.version += 1
-                refits.append(sender.send().seconds)
+                refits.append(sender.send())
             for _ in range(s.get("cycles", 3)):
                 started = time.perf_counter()
                 pool.sleep()
@@ -80,10 +80,11 @@ def measure(s: dict) -> dict:
                 equal &= all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in zip(first, again))
                 free.append(torch.cuda.mem_get_info()[0])
 
-            seconds = statistics.median(refits)
+            seconds = statistics.median(report.seconds for report in refits)
             found = {
                 "refit_seconds": seconds,
-                "refit_seconds_all": refits,
+                "refit_seconds_all": [report.seconds for report in refits],
+                "trainer_digest_seconds": statistics.median(report.digest_seconds for report in refits),
                 "refit_bytes": sender.plan.total_bytes,
                 "chunks": sender.member.chunks,
                 "quantize_seconds": statistics.median(timed(trainer.quantize) for _ in range(3)),

@@ -45,6 +45,8 @@ class RefitReport:
     wire: int
     """Bytes that travelled between members in packs; the others were written or read in place."""
     seconds: float
+    digest_seconds: float
+    """Of `seconds`: this rank's own digests. Engines load the last chunk, and take theirs, meanwhile."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -53,6 +55,7 @@ class RefitReport:
             "refit_bytes": self.nbytes,
             "refit_wire_bytes": self.wire,
             "refit_seconds": self.seconds,
+            "refit_digest_seconds": self.digest_seconds,
         }
 
 
@@ -74,7 +77,7 @@ class RefitSender:
         )
         self.plan = self.member.plan
         self._own: dict[str, QuantizedWeight] = {}
-        self._digester = Digester(spec, self.layout, self.rank)
+        self._digester, self._digest_seconds = Digester(spec, self.layout, self.rank), 0.0
         self._feeds = {dst: sorted({t.src_rank for t in self.plan.receives(dst)}) for dst in self.member.pulled}
         self.route = Route(self.member, pool)
         pulled = any(self.places.near(self.rank, dst) for dst in self.member.pulled)
@@ -115,6 +118,7 @@ class RefitSender:
             nbytes=self.plan.total_bytes,
             wire=wire,
             seconds=time.perf_counter() - started,
+            digest_seconds=self._digest_seconds,
         )
 
     def _messages(self, chunk: int, tables: Mapping[int, str]) -> dict[int, RefitMessage]:
@@ -228,4 +232,7 @@ class RefitSender:
         return {piece.local_name for piece in held if piece.hf_name in self.fp8}
 
     def _gather_digests(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        return merge_digests(from_all(self._digester(parameters)))
+        started = time.perf_counter()
+        own = self._digester(parameters)
+        self._digest_seconds = time.perf_counter() - started
+        return merge_digests(from_all(own))
