@@ -257,7 +257,7 @@ class Bench:
         for name, info in self.spec.tensors().items():
             whole, sent = self._whole(name, self.bf16, info.shape, torch.bfloat16, 1)
             moved, staging = moved + sent, max(staging, whole.nbytes)
-            if self.rank in self.receivers:
+            if name in self.wanted:
                 if name in self.fp8:
                     again = quant_weight(whole)
                     self._place(name, again.codes, "", 1)
@@ -278,7 +278,7 @@ class Bench:
             for suffix, dtype, unit, shape in parts:
                 whole, sent = self._whole(name, self.tensors, shape, dtype, unit, suffix)
                 moved, staging = moved + sent, max(staging, whole.nbytes)
-                if self.rank in self.receivers:
+                if name in self.wanted:
                     self._place(name, whole, suffix, unit)
         return moved, staging
 

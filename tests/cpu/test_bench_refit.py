@@ -1,13 +1,16 @@
-"""The usual way that `jetrl bench refit --stock` measures: into stock vLLM, here on a CPU."""
+"""What `jetrl bench refit` does on GPUs, here on a CPU: into stock vLLM (`--stock`), and a receiver for each rank of a
+replica (`--nccl`)."""
 
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from jetrl_conversion.known_models import known_config
+from jetrl_megatron.commands import bench_refit_ranks
 from jetrl_megatron.rollout.environment import engine_environment
 
 STOCK = """
@@ -49,3 +52,25 @@ def test_a_stock_engine_takes_the_tensors_that_the_bench_gives_it(tmp_path: Path
     command = [sys.executable, "-c", STOCK, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert run.stdout.endswith("arrived\n"), run.stderr[-3000:]
+
+
+def test_receivers_of_an_expert_parallel_replica_hold_other_experts_each() -> None:
+    sizes = {"num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512, "hidden_size": 256}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "config": {**known_config("Qwen3-30B-A3B"), **sizes},
+        "source": {"tp": 1},
+        "replica": {"ep": 2},
+        "replicas": 1,
+        "rounds": 1,
+        "staging_mib": 64,
+        "port": port,
+        "device": "cpu",
+        "hosts": 2,
+    }
+    command = [sys.executable, "-m", bench_refit_ranks.__name__, json.dumps(settings)]
+    result = json.loads(bench_refit_ranks.run_all([[*command, str(rank)] for rank in range(3)]))
+    # It compares their bytes itself.
+    assert result["ways"]["ours"]["moved"] == result["bound"] < result["ways"]["gather + FP8"]["moved"]
