@@ -86,9 +86,10 @@ def run_hosts(config: Config, output: Path, node: int) -> int:
     for _ in range(HOST_STARTS):
         with signals.relay():  # Slurm's signal is for the trainers; this node ends when they say so
             running = [subprocess.Popen([*command, str(i)]) for i in range(config.rollout.tp if gpu else 1)]
-            while not any(code := [p.poll() for p in running if p.poll()]) and any(p.poll() is None for p in running):
-                time.sleep(0.2)
-            if code:
+            try:
+                while not any(p.poll() for p in running) and any(p.poll() is None for p in running):
+                    time.sleep(0.2)
+            finally:  # one failed, or a second Ctrl-C
                 for process in running:
                     process.kill()
             codes = [process.wait() for process in running]

@@ -31,14 +31,15 @@ from typing import Any
 REQUEUE_EXIT_CODE = 85
 """Exit code of a run that was asked to stop, saved, and wants to be started again. `slurm/task.sh` tests for it."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""SIGINT reaches more than the launcher if it comes through Slurm: Ctrl-C of `srun`, `scancel --signal=INT`."""
 STOP_FILE = "JETRL_STOP_FILE"
 
 _received: list[str] = []
 
 
 def install() -> None:
-    """Remember SIGTERM and SIGUSR1 instead of dying of them. Call from the main thread."""
+    """Remember `SIGNALS` instead of dying of them. Call from the main thread."""
     for number in SIGNALS:
         signal.signal(number, _remember)
 
@@ -58,7 +59,7 @@ def stop_requested() -> str | None:
 
 
 def ignore() -> None:
-    """Let SIGTERM and SIGUSR1 pass without effect; inherited by `exec`, so it works as a `preexec_fn`."""
+    """Let `SIGNALS` pass without effect; inherited by `exec`, so it works as a `preexec_fn`."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -86,8 +87,8 @@ def relay(second: Callable[..., Any] = signal.default_int_handler) -> Iterator[d
                 part.rename(path)
 
         # Ignored in what a script runs in the background: Ctrl-C is then not meant for it.
-        interrupt = [signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else []
-        before = {number: signal.signal(number, write) for number in [*SIGNALS, *interrupt]}
+        deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        before = {n: signal.signal(n, write) for n in SIGNALS if not (deaf and n == signal.SIGINT)}
         try:
             yield {STOP_FILE: str(path)}
         finally:

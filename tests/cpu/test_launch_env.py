@@ -133,7 +133,7 @@ def _start(code: str, *args: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signal_becomes_a_request_to_save(number: signal.Signals):
     process = _start(RANK)
     process.send_signal(number)
@@ -173,8 +173,8 @@ def test_engine_outlives_the_signals():
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )
     assert process.stdout and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGUSR1)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        process.send_signal(number)
     time.sleep(0.2)
     assert process.communicate("\n", timeout=20)[0] == "alive\n"
 
