@@ -119,6 +119,7 @@ class Run:
         """
         if self._shares_gpu:
             before, _ = torch.cuda.mem_get_info(self.device)
+            dist.barrier()  # the lead is ahead: its own samples need no unpickling, and a sleep is short
             self._from_lead(lambda: self.pool.sleep())
             self._given_back = max(self._given_back, torch.cuda.mem_get_info(self.device)[0] - before)
             self.trainer.restore()
