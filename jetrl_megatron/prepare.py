@@ -195,10 +195,10 @@ def warm_start(config: Config, source: Path, final: Path) -> None:
         task.model.path, task.precision.mode = str(source), "bf16"
         task.optimizer.lr, task.optimizer.warmup_steps = config.sft.lr, 10
         write_run(task, work)
-        launch("sft", task, work)
-        if not final.exists():  # another process may have made the same one meanwhile
+        stopped = launch("sft", task, work)  # while its ranks were starting: there is no model
+        if not stopped and not final.exists():  # another process may have made the same one meanwhile
             (work / TRAINED).rename(final)
-        if signals.stop_requested():
+        if stopped or signals.stop_requested():
             raise SystemExit(signals.REQUEUE_EXIT_CODE)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from jetrl_conversion import convert
-from jetrl_megatron import prepare
+from jetrl_megatron import prepare, signals
 from jetrl_megatron.config import ConfigError
 from jetrl_megatron.tiny import make_tiny_model
 
@@ -97,6 +97,14 @@ def test_a_tiny_model_is_warm_started_anew_when_its_data_has_changed(tmp_path: P
     assert first == prepare._tiny_key(tiny(**{"data.name": data, "data.eval_size": 3}))
     data.write_text('{"question": "1+1=", "answer": "two"}\n')
     assert first != prepare._tiny_key(tiny(**{"data.name": data}))
+
+
+def test_a_warm_start_that_is_stopped_while_its_ranks_start_says_so(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("jetrl_megatron.launcher.launch", lambda *_: signals.REQUEUE_EXIT_CODE)
+    with pytest.raises(SystemExit) as stopped:
+        prepare.warm_start(tiny(), tmp_path / "source", tmp_path / "final")
+    assert stopped.value.code == signals.REQUEUE_EXIT_CODE
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_finished_run_is_known(tmp_path: Path):
