@@ -76,15 +76,15 @@ def relay(second: Callable[..., Any] = signal.default_int_handler) -> Iterator[d
 
         def write(number: int, frame: object) -> None:
             _remember(number, frame)
-            if number == signal.SIGINT:
-                signal.signal(number, second)
-                said = "Ctrl-C: finishing what is under way and saving it; once more stops at once"
-                print(f"\n{said}", file=sys.stderr, flush=True)
             part = path.with_suffix(".part")
             part.write_text(signal.Signals(number).name)
             # A second signal may arrive in between, and its handler has then renamed the file already.
             with contextlib.suppress(FileNotFoundError):
                 part.rename(path)
+            if number == signal.SIGINT:
+                signal.signal(number, second)
+                said = "Ctrl-C: finishing what is under way and saving it; once more stops at once"
+                print(f"\n{said}", file=sys.stderr, flush=True)
 
         # Ignored in what a script runs in the background: Ctrl-C is then not meant for it.
         deaf = signal.getsignal(signal.SIGINT) == signal.SIG_IGN

@@ -64,6 +64,10 @@ def refit(
     wrong += [f"--{name} {value}: more than 0" for name, value in numbers.items() if value <= 0]
     if not given and not (Path(model) / "config.json").is_file():
         wrong.append(f"{model}: a folder with config.json; names of released models go with --cpu, --nccl, --simulate")
+    if not given:
+        layout = {"--layers": layers, "--replicas": replicas - 1, "--rollout-tp": rollout_tp - 1}
+        layout |= {"--rollout-ep": rollout_ep - 1, "--trainer": trainer != "tp=2"}
+        wrong += [f"{name}: goes with --cpu, --nccl or --simulate" for name, changed in layout.items() if changed]
     if stock and given:
         wrong.append(f"--stock goes with a refit on one GPU, not with {given[0]}")
     if wrong:

@@ -64,8 +64,8 @@ def serve(connection: Connection) -> None:
 
 
 def _failure(error: BaseException) -> tuple[str, Exception, str]:
-    refused = isinstance(error, (RefitRefused, GenerationRefused))
-    sent = error if refused else EngineError(f"{type(error).__name__}: {error}")
+    refused, said = isinstance(error, (RefitRefused, GenerationRefused)), isinstance(error, EngineError)
+    sent = error if refused else EngineError(str(error) if said else f"{type(error).__name__}: {error}")
     return "error", sent, "".join(traceback.format_exception(error))
 
 
