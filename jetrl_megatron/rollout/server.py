@@ -64,8 +64,9 @@ def serve(connection: Connection) -> None:
 
 
 def _failure(error: BaseException) -> tuple[str, Exception, str]:
-    refused, said = isinstance(error, (RefitRefused, GenerationRefused)), isinstance(error, EngineError)
-    sent = error if refused else EngineError(str(error) if said else f"{type(error).__name__}: {error}")
+    refused = isinstance(error, (RefitRefused, GenerationRefused))
+    text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    sent = error if refused else EngineError(text)
     return "error", sent, "".join(traceback.format_exception(error))
 
 
