@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 GB = 1e9
 SIZES = ("tp", "pp", "ep", "etp", "dp")
 """Of a trainer layout."""
+TRAINER = "tp=2"
+"""Trainer layout where none is given."""
 
 
 def refit(
@@ -28,7 +30,7 @@ def refit(
     nccl: Annotated[bool, typer.Option("--nccl", help="Between GPUs of this machine, one for each rank.")] = False,
     stock: Annotated[bool, typer.Option("--stock", help="On one GPU: the usual way into stock vLLM, too.")] = False,
     simulate: Annotated[bool, typer.Option("--simulate", help="From the plan alone, at bandwidths given.")] = False,
-    trainer: Annotated[str, typer.Option(help=f"Trainer layout: any of {', '.join(SIZES)}.")] = "tp=2",
+    trainer: Annotated[str, typer.Option(help=f"Trainer layout: any of {', '.join(SIZES)}.")] = TRAINER,
     replicas: Annotated[int, typer.Option(help="Rollout replicas.")] = 1,
     rollout_tp: Annotated[int, typer.Option(help="Tensor parallel ranks of one replica.")] = 1,
     rollout_ep: Annotated[
@@ -59,14 +61,13 @@ def refit(
     given = [name for name, chosen in {"--cpu": cpu, "--nccl": nccl, "--simulate": simulate}.items() if chosen]
     wrong = [f"{' and '.join(given)}: choose one"] if len(given) > 1 else []
     numbers = {"replicas": replicas, "rollout-tp": rollout_tp, "rollout-ep": rollout_ep, "rounds": rounds}
-    numbers |= {"staging-mib": staging_mib}
-    numbers |= {"gpus-per-node": gpus_per_node, "nvlink": nvlink, "network": network}
+    numbers |= {"staging-mib": staging_mib, "gpus-per-node": gpus_per_node, "nvlink": nvlink, "network": network}
     wrong += [f"--{name} {value}: more than 0" for name, value in numbers.items() if value <= 0]
     if not given and not (Path(model) / "config.json").is_file():
         wrong.append(f"{model}: a folder with config.json; names of released models go with --cpu, --nccl, --simulate")
     if not given:
         layout = {"--layers": layers, "--replicas": replicas - 1, "--rollout-tp": rollout_tp - 1}
-        layout |= {"--rollout-ep": rollout_ep - 1, "--trainer": trainer != "tp=2"}
+        layout |= {"--rollout-ep": rollout_ep - 1, "--trainer": trainer != TRAINER}
         wrong += [f"{name}: goes with --cpu, --nccl or --simulate" for name, changed in layout.items() if changed]
     if stock and given:
         wrong.append(f"--stock goes with a refit on one GPU, not with {given[0]}")

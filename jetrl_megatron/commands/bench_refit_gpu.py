@@ -136,15 +136,15 @@ def usual(trainer: Trainer, model: str, rounds: int) -> list[float]:
 
 def _hugging_face(trainer: Trainer) -> tuple[dict[str, Tensor], rectangles.Copies]:
     """Memory for the model's tensors as Hugging Face names them, and the copies that bring the trainer's there."""
-    held, layout = trainer.parameters(), trainer_layout(trainer.config)
-    shapes = {name: info.shape for name, info in trainer.spec.tensors().items()}
-    whole: dict[str, Tensor] = {}
+    held = trainer.parameters()
+    whole = {
+        name: torch.empty(info.shape, dtype=torch.bfloat16, device=trainer.device)
+        for name, info in trainer.spec.tensors().items()
+    }
     pairs = []
-    for piece in pieces(trainer.spec, layout, 0):
+    for piece in pieces(trainer.spec, trainer_layout(trainer.config), 0):
         source = rectangles.cut(held[piece.local_name].detach(), piece.local_start, piece.size)
-        shape = shapes[piece.hf_name]
-        target = whole.setdefault(piece.hf_name, torch.empty(shape, dtype=source.dtype, device=source.device))
-        pairs.append((rectangles.cut(target, piece.hf_start, piece.size), source))
+        pairs.append((rectangles.cut(whole[piece.hf_name], piece.hf_start, piece.size), source))
     return whole, rectangles.copies(pairs)
 
 
