@@ -170,7 +170,7 @@ def rollout_seconds(llm: Any, count: int, prompt: int, new: int, round_: int) ->
     started = time.perf_counter()
     outputs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in ids], asked, use_tqdm=False)
     seconds = time.perf_counter() - started
-    assert all(len(output.outputs[0].logprobs) == new for output in outputs)
+    assert all(len(output.outputs[0].token_ids) == new for output in outputs)
     return seconds
 
 

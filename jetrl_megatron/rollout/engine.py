@@ -17,6 +17,7 @@ from jetrl_megatron.refit.message import RefitRefused
 from jetrl_megatron.rollout.gpu.options import gpu_options
 from jetrl_megatron.rollout.plugin import NAME
 from jetrl_megatron.rollout.quantization import quantization_dict
+from jetrl_megatron.rollout.scheduler import LOGPROBS, AsyncDecodeScheduler, DecodeScheduler
 from jetrl_megatron.rollout.types import (
     Completion,
     EngineError,
@@ -68,6 +69,7 @@ class Engine:
             enforce_eager=settings.cpu or settings.enforce_eager,
             **({"compilation_config": {"custom_ops": ["all"]}} if settings.cpu else gpu_options(settings)),
             enable_prefix_caching=True,
+            scheduler_cls=DecodeScheduler if settings.cpu else AsyncDecodeScheduler,
             disable_log_stats=True,
             seed=0,
         )
@@ -264,11 +266,19 @@ def _completion(prompt: list[int], output: Any, version: int) -> Completion:
     return Completion(
         prompt_ids=prompt,
         token_ids=ids,
-        logprobs=_of_tokens(answer.logprobs, ids),
+        logprobs=answer_logprobs(output),
         finish_reason=answer.finish_reason,
         version=version,
         cached_tokens=output.num_cached_tokens or 0,
     )
+
+
+def answer_logprobs(output: Any) -> list[float]:
+    """Log-probs of an answer's tokens, from the RequestOutput of a request with `request_parameters`."""
+    found, ids = output.kv_transfer_params[LOGPROBS], output.outputs[0].token_ids
+    if len(found) != len(ids):
+        raise RuntimeError(f"{len(found)} log-probs of {len(ids)} tokens")
+    return found
 
 
 def _of_tokens(flat: Any, ids: list[int]) -> list[float]:
