@@ -55,7 +55,7 @@ class DecodeScheduler(Scheduler):
         managers = self.kv_cache_manager.coordinator.single_type_managers
         self._blocks = managers[0]
         parallel, block = self.parallel_config, self._blocks.block_size
-        self._known = (
+        self._simple = (
             [type(m) for m in managers] == [FullAttentionManager]
             and block == self.hash_block_size == self.block_size
             and parallel.pipeline_parallel_size == 1
@@ -69,7 +69,7 @@ class DecodeScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        if self._known and _whole_answer(request):
+        if _whole_answer(request):
             params = request.sampling_params
             assert params is not None
             self._answers[request.request_id] = _Answer(
@@ -83,7 +83,7 @@ class DecodeScheduler(Scheduler):
         return ended
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        decodes = not (
+        decodes = self._simple and not (
             throttle_prefills
             or self.waiting
             or self.skipped_waiting
