@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from amx import needs_amx
+
 from jetrl_conversion.known_models import known_config
 from jetrl_megatron.commands import bench_refit_ranks
 from jetrl_megatron.rollout.environment import engine_environment
@@ -45,6 +47,7 @@ print("arrived")
 """
 
 
+@needs_amx
 def test_a_stock_engine_takes_the_tensors_that_the_bench_gives_it(tmp_path: Path) -> None:
     config = {**known_config("Qwen3-0.6B"), "num_hidden_layers": 1, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))

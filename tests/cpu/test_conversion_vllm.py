@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amx import needs_amx
 
 from jetrl_conversion import convert
 from jetrl_conversion.model_spec import load_model_spec
@@ -46,7 +47,7 @@ ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISAB
        "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
 
 
-def worker(root: Path) -> None:
+def worker(root: Path, suffix: str) -> None:
     """Build each model at this world's TP, load it with vLLM's loaders, compare every parameter with `pieces`."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -58,24 +59,23 @@ def worker(root: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     report, started = {}, False
     for name in CONFIGS:
-        for suffix in ("", "_fp8"):
-            folder = root / f"{name}{suffix}"
-            engine = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
-            config = engine.create_engine_config()
-            config.parallel_config.tensor_parallel_size = world
-            config.parallel_config.rank = rank
-            with set_current_vllm_config(config):
-                if not started:
-                    init_distributed_environment(world, rank, "env://", rank, "gloo")
-                    initialize_model_parallel(world)
-                    started = True
-                torch.set_default_dtype(torch.bfloat16)
-                model = initialize_model(config)
-                torch.set_default_dtype(torch.float32)
-                reader = HFFolderReader(folder)
-                model.load_weights((key, reader.whole(key)) for key in reader.entries)  # type: ignore[operator]
-            report[f"{name}{suffix}"] = differences(folder, dict(model.named_parameters()), rank, world)
-    (root / f"report_{world}_{rank}.json").write_text(json.dumps(report))
+        folder = root / f"{name}{suffix}"
+        engine = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+        config = engine.create_engine_config()
+        config.parallel_config.tensor_parallel_size = world
+        config.parallel_config.rank = rank
+        with set_current_vllm_config(config):
+            if not started:
+                init_distributed_environment(world, rank, "env://", rank, "gloo")
+                initialize_model_parallel(world)
+                started = True
+            torch.set_default_dtype(torch.bfloat16)
+            model = initialize_model(config)
+            torch.set_default_dtype(torch.float32)
+            reader = HFFolderReader(folder)
+            model.load_weights((key, reader.whole(key)) for key in reader.entries)  # type: ignore[operator]
+        report[name] = differences(folder, dict(model.named_parameters()), rank, world)
+    (root / f"report{suffix}_{rank}.json").write_text(json.dumps(report))
 
 
 def differences(folder: Path, params: dict, rank: int, world: int) -> list[str]:
@@ -142,30 +142,20 @@ def root(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("tp", [2])  # TP 1 is what the engine below runs; 2 has cut heads and copied KV heads
-def test_vllm_modules_hold_our_pieces(root, tp):
+@pytest.mark.parametrize("suffix", [pytest.param("", id="bf16"), pytest.param("_fp8", id="fp8", marks=needs_amx)])
+def test_vllm_modules_hold_our_pieces_at_tp_2(root, suffix):
+    """TP 1 is what the engine below runs; 2 has cut heads and copied KV heads."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_"))}
-    env |= ENV
-    command = [
-        *LIMIT,
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={tp}",
-        "--standalone",
-        __file__,
-    ]
-    done = subprocess.run([*command, str(root)], env=env, capture_output=True, text=True)
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__]
+    done = subprocess.run([*LIMIT, *ranks, str(root), suffix], env=env | ENV, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    for rank in range(tp):
-        report = json.loads((root / f"report_{tp}_{rank}.json").read_text())
+    for rank in range(2):
+        report = json.loads((root / f"report{suffix}_{rank}.json").read_text())
         assert not any(report.values()), report
-        assert len(report) == 2 * len(CONFIGS)
+        assert len(report) == len(CONFIGS)
 
 
-@pytest.mark.skipif(
-    not torch.cpu._is_amx_tile_supported(), reason="vLLM's stock FP8 kernel for CPUs needs AMX, which this CPU lacks"
-)
+@needs_amx
 def test_stock_vllm_runs_the_fp8_folder(root):
     """No plugin: vLLM's own fp8 method. Log-probs against transformers on the dequantized folder."""
     from transformers import AutoModelForCausalLM
@@ -188,4 +178,5 @@ def test_stock_vllm_runs_the_fp8_folder(root):
 
 
 if __name__ == "__main__":
-    (engine if sys.argv[2:] == ["engine"] else worker)(Path(sys.argv[1]))
+    root_folder, what = Path(sys.argv[1]), sys.argv[2]
+    engine(root_folder) if what == "engine" else worker(root_folder, what)
